@@ -1,0 +1,1 @@
+"""Rollouts of a team on task items: records and their collection."""

@@ -1,0 +1,132 @@
+"""What a rollout leaves behind, as frozen records of plain values.
+
+Shapes use the notation of `comlrl_lightning.functional`: N agents, K completions per agent and node, J joint
+completions per node, C completion tokens.
+
+Example: two agents, aligned, K=2, T=2, one task item. Turn 1 gives one node with completions
+``((a1, a2), (b1, b2))``, ``joint == ((0, 0), (1, 1))`` and two rewards. Each joint completion spawns a child: the nodes
+``path == (0,)`` and ``path == (1,)`` with ``parent == (0, 0)`` and ``parent == (0, 1)``. `Rollouts.nodes` holds the three
+of them in this order; their J=2 rewards each make 6 scored joint completions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+Prompt = str | list[dict[str, str]]
+"""What a formatter returns: a text, or chat messages with ``role`` and ``content``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled answer of one agent."""
+
+    agent: int
+    """Index of the agent, from 0."""
+    prompt: Prompt
+    """The prompt as its formatter returned it."""
+    prompt_ids: tuple[int, ...]
+    """`[P]` token ids of the prompt, special tokens included."""
+    token_ids: tuple[int, ...]
+    """`[C]` sampled token ids, a sampled end-of-sequence token included."""
+    log_probs: tuple[float, ...]
+    """`[C]` log-probabilities under the behavior policy at the sampling temperature, as the sampler saw them."""
+    text: str
+    """The decoded answer, without special tokens and without the stop string that ended it."""
+    truncated: bool
+    """True when the token limit ended it, not an end-of-sequence token or a stop string."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One turn of one task: a prompt per agent, K completions per agent, J scored joint completions."""
+
+    task: int
+    """Position of the task item in `Rollouts.items`."""
+    turn: int
+    """Turn, from 1."""
+    path: tuple[int, ...]
+    """Joint completions chosen on the way here, one index per former turn."""
+    parent: tuple[int, int] | None
+    """Position in `Rollouts.nodes` of the parent and the index of its joint completion; None at turn 1."""
+    prompts: tuple[Prompt, ...]
+    """`[N]` prompts as the formatters returned them."""
+    completions: tuple[tuple[Completion, ...], ...]
+    """`[N][K]` completions."""
+    joint: tuple[tuple[int, ...], ...]
+    """`[J][N]` index of each agent's completion in each joint completion."""
+    rewards: tuple[float, ...]
+    """`[J]` processed rewards."""
+
+    def joint_completion(self, index: int) -> tuple[Completion, ...]:
+        """`[N]` the completions that form joint completion `index`."""
+        return tuple(group[k] for group, k in zip(self.completions, self.joint[index], strict=True))
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain values for a checkpoint that loads with ``weights_only=True``."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Node:
+        """Inverse of `to_state`."""
+        groups = tuple(tuple(Completion(**completion) for completion in group) for group in state["completions"])
+        return cls(**{**state, "completions": groups})
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """The nodes that one call of `collect` brought, breadth first."""
+
+    items: tuple[Mapping[str, Any], ...]
+    """`[B]` original task items."""
+    indices: tuple[int, ...]
+    """`[B]` positions of the items in their dataset."""
+    nodes: tuple[Node, ...]
+    """All nodes of all tasks, turn by turn."""
+
+    @property
+    def num_scored(self) -> int:
+        """Number of joint completions that were scored."""
+        return sum(len(node.rewards) for node in self.nodes)
+
+
+@runtime_checkable
+class RolloutSource(Protocol):
+    """What callbacks may ask of the module that they serve."""
+
+    env_step: int
+    """Joint completions scored in training so far, over all ranks."""
+    rollouts: Rollouts | None
+    """What the last training step collected on this rank."""
+    num_agents: int
+    num_turns: int
+
+    def evaluation_rollouts(self) -> Rollouts:
+        """Gather the running evaluation over all ranks, in item order. Call it on every rank."""
+        ...
+
+    def log_now(self, metrics: Mapping[str, float]) -> None:
+        """Write metrics to every logger at the current `env_step`."""
+        ...
+
+    def save_agents(self, folder: str | Path) -> None:
+        """Write one folder per agent."""
+        ...
+
+
+def joint_indices(num_agents: int, num_generations: int, joint_mode: str) -> tuple[tuple[int, ...], ...]:
+    """`[J][N]` completion indices of each joint completion: aligned pairs the k-th ones, cross takes the product."""
+    if joint_mode == "aligned":
+        return tuple((k,) * num_agents for k in range(num_generations))
+    from itertools import product
+
+    return tuple(product(range(num_generations), repeat=num_agents))
+
+
+def texts(node: Node) -> list[list[str]]:
+    """`[N][J]` completion texts of a node, as a reward function takes them."""
+    groups: Sequence[tuple[Completion, ...]] = node.completions
+    return [[group[choice[agent]].text for choice in node.joint] for agent, group in enumerate(groups)]
