@@ -1,0 +1,60 @@
+# Choose another interpreter, place or torch build from outside, for example:
+#   make demo PYTHON=python3.12 CONSTRAINTS=/dev/null PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+PIP_ARGS ?=
+JOBS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+OFFLINE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+PYTEST := $(OFFLINE) $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow check format lint types bench mutants clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+# pip runs again only when the project's requirements changed: once installed, nothing below needs a network.
+$(STAMP): pyproject.toml $(wildcard $(CONSTRAINTS))
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint $(CONSTRAINTS) --editable '.[dev]'
+	@touch $(STAMP)
+
+setup: $(STAMP) ## Make the virtual environment and install the package with its development tools
+
+demo: $(STAMP) ## Train two agents on the embedded story model and write runs/demo
+	$(OFFLINE) $(BIN)/python -m comlrl_lightning.demo $(ARGS)
+
+test: $(STAMP) ## Run the default tests: CPU, no network
+	$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
+
+test-slow: $(STAMP) ## Run the long tests: learning curves, resumes in other processes, several ranks
+	$(PYTEST) -m slow --timeout=1800 $(ARGS)
+
+check: lint types test ## Check format, lint and types, then run the default tests
+
+format: $(STAMP) ## Format the code and fix what ruff can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lint: $(STAMP) ## Check format and lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## Check types of the package and the tests
+	$(BIN)/mypy
+
+bench: $(STAMP) ## Measure speed and memory
+	set -e; for script in benchmarks/bench_*.py; do $(OFFLINE) $(BIN)/python $$script $(ARGS); done
+
+mutants: $(STAMP) ## Change the code in small ways and count how many changes the tests notice
+	$(OFFLINE) $(BIN)/mutmut run $(ARGS)
+	$(BIN)/mutmut results
+
+clean: ## Remove what builds, tests and runs leave behind, not the virtual environment
+	rm -rf build dist runs lightning_logs wandb mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
