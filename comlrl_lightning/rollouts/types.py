@@ -11,8 +11,9 @@ of them in this order; their J=2 rewards each make 6 scored joint completions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -86,6 +87,10 @@ class Rollouts:
     """`[B]` positions of the items in their dataset."""
     nodes: tuple[Node, ...]
     """All nodes of all tasks, turn by turn."""
+    generation_seconds: float = 0.0
+    """Wall time of sampling."""
+    reward_seconds: float = 0.0
+    """Wall time of the user's reward function."""
 
     @property
     def num_scored(self) -> int:
@@ -121,12 +126,9 @@ def joint_indices(num_agents: int, num_generations: int, joint_mode: str) -> tup
     """`[J][N]` completion indices of each joint completion: aligned pairs the k-th ones, cross takes the product."""
     if joint_mode == "aligned":
         return tuple((k,) * num_agents for k in range(num_generations))
-    from itertools import product
-
     return tuple(product(range(num_generations), repeat=num_agents))
 
 
 def texts(node: Node) -> list[list[str]]:
     """`[N][J]` completion texts of a node, as a reward function takes them."""
-    groups: Sequence[tuple[Completion, ...]] = node.completions
-    return [[group[choice[agent]].text for choice in node.joint] for agent, group in enumerate(groups)]
+    return [[group[choice[agent]].text for choice in node.joint] for agent, group in enumerate(node.completions)]
