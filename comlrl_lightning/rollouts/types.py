@@ -122,6 +122,15 @@ class RolloutSource(Protocol):
         ...
 
 
+@runtime_checkable
+class RolloutListener(Protocol):
+    """A callback that wants to know how far a rollout has come; the module tells every listener among its callbacks."""
+
+    def on_rollout_progress(self, turn: int, rows_running: int) -> None:
+        """Hear, after each sampled token, the turn (from 1) and how many of its rows still sample."""
+        ...
+
+
 def joint_indices(num_agents: int, num_generations: int, joint_mode: str) -> tuple[tuple[int, ...], ...]:
     """`[J][N]` completion indices of each joint completion: aligned pairs the k-th ones, cross takes the product."""
     if joint_mode == "aligned":
