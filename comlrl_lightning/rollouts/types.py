@@ -11,8 +11,8 @@ of them in this order; their J=2 rewards each make 6 scored joint completions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -129,6 +129,42 @@ class RolloutListener(Protocol):
     def on_rollout_progress(self, turn: int, rows_running: int) -> None:
         """Hear, after each sampled token, the turn (from 1) and how many of its rows still sample."""
         ...
+
+
+@runtime_checkable
+class RolloutListener(Protocol):
+    """A callback that wants to hear how far a rollout has come."""
+
+    def on_rollout_progress(self, turn: int, num_turns: int, num_running: int) -> None:
+        """Called while completions are sampled; `num_running` of them are not finished, 0 ends the turn."""
+        ...
+
+
+def merge_rollouts(parts: Iterable[Rollouts]) -> Rollouts:
+    """One record of several collections, tasks ordered by their index and nodes breadth first."""
+    parts = list(parts)
+    tasks = sorted(
+        ((index, part, task) for part, rollouts in enumerate(parts) for task, index in enumerate(rollouts.indices)),
+    )
+    slot = {(part, task): position for position, (_, part, task) in enumerate(tasks)}
+    located = sorted(
+        (node.turn, slot[part, node.task], node.path, part, position)
+        for part, rollouts in enumerate(parts)
+        for position, node in enumerate(rollouts.nodes)
+    )
+    moved = {(part, position): target for target, (*_, part, position) in enumerate(located)}
+    nodes = []
+    for *_, part, position in located:
+        node = parts[part].nodes[position]
+        parent = None if node.parent is None else (moved[part, node.parent[0]], node.parent[1])
+        nodes.append(replace(node, task=slot[part, node.task], parent=parent))
+    return Rollouts(
+        tuple(parts[part].items[task] for _, part, task in tasks),
+        tuple(index for index, _, _ in tasks),
+        tuple(nodes),
+        sum(part.generation_seconds for part in parts),
+        sum(part.reward_seconds for part in parts),
+    )
 
 
 def joint_indices(num_agents: int, num_generations: int, joint_mode: str) -> tuple[tuple[int, ...], ...]:

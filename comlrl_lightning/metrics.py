@@ -1,0 +1,114 @@
+"""Every metric key of the library, and the table that averages their values between two logs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from comlrl_lightning.distributed import all_reduce_sum
+
+TURN_METRICS = ("reward_mean", "expected_return")
+"""Under ``turn_k/``: mean processed reward, mean discounted return from this turn on."""
+TURN_KL_METRICS = ("reference_kl_mean", "reference_kl_penalty_mean")
+"""Under ``turn_k/`` with a reference policy: sequence KL estimate in nats, and what it costs."""
+AGENT_METRICS = (
+    "loss",
+    "grad_norm",
+    "completion_tokens",
+    "truncated_share",
+    "zero_advantage_share",
+    "entropy",
+    "clip_share",
+    "effective_sample_size",
+    "sampler_gap",
+)
+"""Under ``agent_i/``: policy loss, gradient norm before clipping, tokens per completion, share of completions cut by the
+token limit, share of groups without any advantage, entropy per token in nats, share of clipped tokens, effective sample
+size of the importance ratios as a share, mean absolute difference between the sampler's and the update's log-probs."""
+TIME_METRICS = ("generation", "reward", "update")
+"""Under ``time/``: seconds per training step."""
+
+
+def turn_key(turn: int, name: str) -> str:
+    """Key of a metric of one turn, from 1."""
+    return f"turn_{turn}/{name}"
+
+
+def agent_key(agent: int, name: str) -> str:
+    """Key of a metric of one agent, from 0."""
+    return f"agent_{agent}/{name}"
+
+
+def training_keys(num_turns: int, num_agents: int, with_kl: bool) -> list[str]:
+    """All keys that training can log."""
+    agents = [agent_key(agent, name) for agent in range(num_agents) for name in AGENT_METRICS]
+    return [
+        *turn_keys(num_turns, with_kl),
+        *agents,
+        *(f"time/{name}" for name in TIME_METRICS),
+        "nonfinite_updates",
+    ]
+
+
+def evaluation_keys(num_turns: int, with_kl: bool) -> list[str]:
+    """All keys that an evaluation can log, without their prefix ``eval/``."""
+    return [*turn_keys(num_turns, with_kl), "final_reward_mean"]
+
+
+def turn_keys(num_turns: int, with_kl: bool) -> list[str]:
+    """The keys that exist once per turn."""
+    names = TURN_METRICS + (TURN_KL_METRICS if with_kl else ())
+    return [turn_key(turn, name) for turn in range(1, num_turns + 1) for name in names]
+
+
+class MetricTable(nn.Module):
+    """Means of a fixed set of keys over everything that came since the last `pop`, over all ranks.
+
+    The sums are float64 and part of the state dict, so that a resumed run logs what an unbroken run logs.
+
+    Args:
+        keys: The keys that may be updated.
+        prefix: Written before each key by `pop`.
+    """
+
+    def __init__(self, keys: Iterable[str], prefix: str = "") -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.means = nn.ModuleDict()
+        for key in keys:
+            mean = MeanMetric(nan_strategy="error").set_dtype(torch.float64)
+            mean.persistent(True)
+            self.means[key] = mean
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MetricTable:
+        """Follow the module to its device, never to its precision."""
+        super()._apply(fn, recurse)
+        for mean in self.means.values():
+            mean.set_dtype(torch.float64)
+        return self
+
+    def update(self, key: str, value: float | Tensor, weight: float = 1.0) -> None:
+        """Add one value with its weight."""
+        self.means[key].update(value, weight)
+
+    def update_all(self, values: Mapping[str, float | Tensor]) -> None:
+        """Add one value for each of several keys."""
+        for key, value in values.items():
+            self.update(key, value)
+
+    def pop(self) -> dict[str, float]:
+        """Mean of each key that got a value on any rank, then forget all. Call it on every rank."""
+        if not self.means:
+            return {}
+        weights = torch.stack([mean.weight.double() for mean in self.means.values()])
+        seen = all_reduce_sum(weights) > 0
+        result = {}
+        for (key, mean), has_value in zip(self.means.items(), seen.tolist(), strict=True):
+            if has_value:
+                mean.update(0.0, 0.0)  # a rank without a value takes part in the reduction, without a warning
+                result[self.prefix + key] = float(mean.compute())
+            mean.reset()
+        return result

@@ -1,0 +1,237 @@
+"""Collection of rollouts, breadth first: one generation per turn for all tasks, nodes, agents and samples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from comlrl_lightning.agents.generation import GenerationRequest
+from comlrl_lightning.agents.settings import Sampling
+from comlrl_lightning.interface import Formatters, RewardFunction, Transition
+from comlrl_lightning.rollouts.types import Completion, Node, Prompt, Rollouts, joint_indices, texts
+
+Progress = Callable[[int, int], None]
+"""Called with the turn and the number of completions that are still being sampled."""
+
+
+class Sampler(Protocol):
+    """The part of a team that rollouts need."""
+
+    num_agents: int
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, progress: Callable[[int], None] | None = None
+    ) -> list[tuple[Completion, ...]]:
+        """K completions per request, in the order of the requests."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TaskInterface:
+    """The user's functions behind checked calls."""
+
+    formatters: Formatters
+    reward: RewardFunction
+    transition: Transition | None = None
+    external_prompt_passthrough: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutShape:
+    """How wide and how deep a rollout grows."""
+
+    num_generations: int = 4
+    """K, completions per agent and node."""
+    num_turns: int = 1
+    """T, the largest number of turns."""
+    joint_mode: str = "aligned"
+    """``"aligned"`` pairs the k-th completions, ``"cross"`` takes all K^N combinations."""
+    early_termination_threshold: float | None = None
+    """A node whose mean processed reward exceeds it is not expanded."""
+
+    def num_nodes(self, num_agents: int) -> int:
+        """Largest number of nodes that one task item can grow to."""
+        branches = self.num_generations ** (num_agents if self.joint_mode == "cross" else 1)
+        return sum(branches**turn for turn in range(self.num_turns))
+
+
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """A node before its completions are sampled."""
+
+    task: int
+    path: tuple[int, ...]
+    parent: tuple[int, int] | None
+    prompts: tuple[Prompt, ...]
+    prompt_history: tuple[tuple[Prompt, ...], ...]
+    response_history: tuple[tuple[str, ...], ...]
+
+
+@contextmanager
+def user_code() -> Iterator[None]:
+    """Run a user's function without autocast and with float32 as torch's default dtype."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+class Collector:
+    """Rolls a team out on task items.
+
+    Args:
+        team: Samples the completions.
+        interface: The user's functions.
+        shape: Width and depth of the rollouts.
+        sampling: How completions are sampled.
+        key: Integers that, with the item, the path, the agent and the sample, seed each completion.
+        progress: Called while completions are sampled.
+    """
+
+    def __init__(
+        self,
+        team: Sampler,
+        interface: TaskInterface,
+        shape: RolloutShape,
+        sampling: Sampling,
+        key: tuple[int, ...],
+        progress: Progress | None = None,
+    ) -> None:
+        self.team = team
+        self.interface = interface
+        self.shape = shape
+        self.sampling = sampling
+        self.key = key
+        self.progress = progress
+        self.joint = joint_indices(team.num_agents, shape.num_generations, shape.joint_mode)
+
+    def collect(self, items: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> Rollouts:
+        """Roll out all items together.
+
+        Args:
+            items: `[B]` task items.
+            indices: `[B]` positions of the items in their dataset.
+
+        Returns:
+            The scored nodes, breadth first.
+        """
+        self._items, self._indices = items, indices
+        nodes: list[Node] = []
+        generation_seconds = reward_seconds = 0.0
+        branches = [self._root(task) for task in range(len(items))]
+        for turn in range(1, self.shape.num_turns + 1):
+            if not branches:
+                break
+            started = time.perf_counter()
+            sampled = self._sample(branches, turn)
+            generated = time.perf_counter()
+            scored = [self._score(branch, turn, group) for branch, group in zip(branches, sampled, strict=True)]
+            reward_seconds += time.perf_counter() - generated
+            generation_seconds += generated - started
+            first = len(nodes)
+            nodes += scored
+            if turn < self.shape.num_turns:
+                branches = [
+                    child
+                    for position, (branch, node) in enumerate(zip(branches, scored, strict=True), start=first)
+                    if self._continues(node)
+                    for child in self._children(branch, node, position)
+                ]
+        return Rollouts(tuple(items), tuple(indices), tuple(nodes), generation_seconds, reward_seconds)
+
+    def _root(self, task: int) -> _Branch:
+        agents = range(self.team.num_agents)
+        with user_code():
+            prompts = tuple(self.interface.formatters.format(self._items[task], agent) for agent in agents)
+        empty: tuple[tuple[Any, ...], ...] = ((),) * len(prompts)
+        return _Branch(task, (), None, prompts, empty, empty)
+
+    def _sample(self, branches: Sequence[_Branch], turn: int) -> list[tuple[tuple[Completion, ...], ...]]:
+        """`[nodes][N][K]` completions of all branches by one call of the team."""
+        num_agents, samples = self.team.num_agents, range(self.shape.num_generations)
+        requests = [
+            GenerationRequest(
+                agent,
+                branch.prompts[agent],
+                tuple((*self.key, self._indices[branch.task], *branch.path, agent, sample) for sample in samples),
+            )
+            for branch in branches
+            for agent in range(num_agents)
+        ]
+        progress = self.progress
+        groups = self.team.generate(
+            requests, self.sampling, None if progress is None else lambda running: progress(turn, running)
+        )
+        return [tuple(groups[start : start + num_agents]) for start in range(0, len(groups), num_agents)]
+
+    def _score(self, branch: _Branch, turn: int, completions: tuple[tuple[Completion, ...], ...]) -> Node:
+        unscored = Node(
+            branch.task, turn, branch.path, branch.parent, branch.prompts, completions, self.joint, rewards=()
+        )
+        with user_code():
+            rewards = self.interface.reward(
+                texts(unscored),
+                item=self._items[branch.task],
+                prompts=branch.prompts,
+                turn=turn,
+                item_index=self._indices[branch.task],
+            )
+        return Node(
+            branch.task, turn, branch.path, branch.parent, branch.prompts, completions, self.joint, tuple(rewards)
+        )
+
+    def _continues(self, node: Node) -> bool:
+        threshold = self.shape.early_termination_threshold
+        return threshold is None or sum(node.rewards) / len(node.rewards) <= threshold
+
+    def _children(self, branch: _Branch, node: Node, position: int) -> Iterator[_Branch]:
+        for index in range(len(node.joint)):
+            joint = node.joint_completion(index)
+            prompt_history = _extend(branch.prompt_history, branch.prompts)
+            response_history = _extend(branch.response_history, tuple(completion.text for completion in joint))
+            yield _Branch(
+                branch.task,
+                (*branch.path, index),
+                (position, index),
+                self._next_prompts(node, joint, prompt_history, response_history),
+                prompt_history,
+                response_history,
+            )
+
+    def _next_prompts(
+        self,
+        node: Node,
+        joint: tuple[Completion, ...],
+        prompt_history: tuple[tuple[Prompt, ...], ...],
+        response_history: tuple[tuple[str, ...], ...],
+    ) -> tuple[Prompt, ...]:
+        transition, item = self.interface.transition, self._items[node.task]
+        assert transition is not None, "several turns need an external transition"
+        with user_code():
+            external = transition(
+                item=item,
+                agent_completions=[completion.text for completion in joint],
+                prompt_history_per_agent=[list(history) for history in prompt_history],
+                response_history_per_agent=[list(history) for history in response_history],
+                turn=node.turn,
+                item_index=self._indices[node.task],
+            )
+            if self.interface.external_prompt_passthrough:
+                return tuple(external)
+            return tuple(
+                self.interface.formatters.format(item, agent, external_prompt=prompt)
+                for agent, prompt in enumerate(external)
+            )
+
+
+def _extend(history: tuple[tuple[Any, ...], ...], values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+    """`[N][t]` histories with one more entry each."""
+    return tuple((*past, value) for past, value in zip(history, values, strict=True))
