@@ -131,15 +131,6 @@ class RolloutListener(Protocol):
         ...
 
 
-@runtime_checkable
-class RolloutListener(Protocol):
-    """A callback that wants to hear how far a rollout has come."""
-
-    def on_rollout_progress(self, turn: int, num_turns: int, num_running: int) -> None:
-        """Called while completions are sampled; `num_running` of them are not finished, 0 ends the turn."""
-        ...
-
-
 def merge_rollouts(parts: Iterable[Rollouts]) -> Rollouts:
     """One record of several collections, tasks ordered by their index and nodes breadth first."""
     parts = list(parts)
