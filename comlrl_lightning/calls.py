@@ -1,0 +1,181 @@
+"""Checked calls of the user's functions: names, signatures, places and numbers.
+
+A signature is read once, when the function is handed over. Reserved keywords are passed only if it has them, nothing is
+guessed from counts, and nothing is tried twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import reprlib
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, Protocol, runtime_checkable
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxtuple = 3, 4, 4, 4
+_SHORT.maxstring = _SHORT.maxother = 60
+
+
+@runtime_checkable
+class _ArrayLike(Protocol):
+    """A tensor or an array: its numbers come out by `tolist`."""
+
+    def tolist(self) -> Any:
+        """Nested lists of numbers, or one number."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The task item and the turn for which a function of the user runs, for messages."""
+
+    item: Mapping[str, Any]
+    index: int | None = None
+    """Position of the item in its dataset."""
+    turn: int | None = None
+
+    def __str__(self) -> str:
+        index = "" if self.index is None else f" {self.index}"
+        turn = "" if self.turn is None else f" at turn {self.turn}"
+        return f"task item{index} {_SHORT.repr(dict(self.item))}{turn}"
+
+
+class UserFunction:
+    """A function of the user with its name and the reserved keywords that its signature has.
+
+    Args:
+        func: The function.
+        argument: Name of the argument that it was given as.
+        num_positional: How many positional arguments a call passes.
+        keywords: Reserved names that a call can pass by keyword.
+        passes: What a call passes, in words.
+
+    Raises:
+        ValueError: If it is not callable, is a class, or cannot be called so.
+    """
+
+    def __init__(
+        self, func: Callable[..., Any], argument: str, num_positional: int, keywords: Sequence[str], passes: str
+    ) -> None:
+        if not callable(func):
+            raise ValueError(f"{argument}={func!r} is not callable. Give a function or a callable object.")
+        if inspect.isclass(func):
+            name = qualified_name(func)
+            raise ValueError(f"{argument}={name} is a class. Give an object of it, {func.__name__}(...).")
+        self.func = func
+        self.label = f"{argument}={qualified_name(func)}"
+        self.keywords = self._read(num_positional, keywords, passes)
+
+    def _read(self, num_positional: int, keywords: Sequence[str], passes: str) -> frozenset[str]:
+        signature = _signature(self.func)
+        if signature is None:
+            unread = frozenset(keywords if num_positional == 0 else ())
+            called = f"with {passes} and {'all' if unread else 'no'} keywords"
+            warnings.warn(f"{self.label} has no signature that Python can read: it is called {called}.", stacklevel=4)
+            return unread
+        accepted = _accepted(signature, keywords)
+        try:
+            signature.bind(*[None] * num_positional, **dict.fromkeys(accepted))
+        except TypeError as error:
+            also = f" and the keywords {', '.join(sorted(accepted))}" if accepted else ""
+            raise ValueError(
+                f"{self.label} cannot be called with {passes}{also}: {error}. "
+                f"Its signature is {signature}; {', '.join(keywords)} are passed by keyword if it has them."
+            ) from None
+        return accepted
+
+    def __call__(self, place: Place, /, *args: Any, **keywords: Any) -> Any:
+        """Call the function; an exception of it keeps its type and traceback and gets a note."""
+        chosen = {name: value for name, value in keywords.items() if name in self.keywords}
+        try:
+            return self.func(*args, **chosen)
+        except Exception as error:
+            error.add_note(f"Raised in {self.label} for {place}.")
+            raise
+
+
+def qualified_name(func: Callable[..., Any]) -> str:
+    """``module.name`` of a function, of the function inside a partial or wrapper, or of an object's class."""
+    if isinstance(func, functools.partial):
+        return f"partial({qualified_name(func.func)})"
+    inner = inspect.unwrap(func)
+    if isinstance(inner, FunctionType | BuiltinFunctionType | MethodType | type):
+        return f"{inner.__module__}.{inner.__qualname__}"
+    return f"{type(inner).__module__}.{type(inner).__qualname__}"
+
+
+def short(value: object) -> str:
+    """A representation that fits into a message."""
+    return _SHORT.repr(value)
+
+
+def finite_float(value: object, source: str, place: Place) -> float:
+    """One number as a float.
+
+    Args:
+        value: A Python, numpy or torch number.
+        source: What returned it, for the message.
+        place: Where, for the message.
+
+    Raises:
+        ValueError: If it is not a finite number; booleans are not numbers.
+    """
+    number = value.tolist() if isinstance(value, _ArrayLike) else value
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise ValueError(f"{source} gave {short(value)} for {place}, which is not a number. Return a finite float.")
+    try:
+        result = float(number)
+    except OverflowError:
+        result = math.inf
+    if not math.isfinite(result):
+        raise ValueError(f"{source} gave {result} for {place}. Return a finite float.")
+    return result
+
+
+def finite_floats(values: object, count: int, source: str, place: Place) -> list[float]:
+    """`[J]` floats out of what a reward function returned.
+
+    Args:
+        values: A list, tuple, tensor or array of numbers.
+        count: J, how many there must be.
+        source: What returned them, for the message.
+        place: Where, for the message.
+
+    Raises:
+        ValueError: If it is something else, of another length, or not all numbers are finite.
+    """
+    numbers = values.tolist() if isinstance(values, _ArrayLike) else values
+    wanted = f"Return a list of {count} finite float{'s' if count > 1 else ''}, one per joint completion."
+    if not isinstance(numbers, list | tuple):
+        raise ValueError(f"{source} returned {short(values)} for {place}. {wanted}")
+    if len(numbers) != count:
+        raise ValueError(
+            f"{source} returned {len(numbers)} values for {count} joint completions of {place}: {short(numbers)}. "
+            f"{wanted}"
+        )
+    return [finite_float(number, source, place) for number in numbers]
+
+
+def _signature(func: Callable[..., Any]) -> inspect.Signature | None:
+    torch = sys.modules.get("torch")  # a module of torch can only be here if torch is
+    if torch is not None and isinstance(func, torch.nn.Module) and type(func).__call__ is torch.nn.Module.__call__:
+        func = func.forward  # `Module.__call__` takes anything, what it calls does not
+    try:
+        return inspect.signature(func)
+    except (ValueError, TypeError):
+        return None
+
+
+def _accepted(signature: inspect.Signature, keywords: Sequence[str]) -> frozenset[str]:
+    parameters = signature.parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return frozenset(keywords)
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(keywords) & {parameter.name for parameter in parameters if parameter.kind in by_keyword}

@@ -1,0 +1,245 @@
+"""The user's functions behind checked calls: formatters, reward, transition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from comlrl_lightning.calls import Place, UserFunction, finite_float, finite_floats, qualified_name, short
+from comlrl_lightning.rewards import REWARD_KEYWORDS, RewardProcessor, RewardProcessors, WeightedRewards
+from comlrl_lightning.rollouts.types import Prompt
+
+Formatter = Callable[..., Prompt]
+"""Makes an agent's prompt out of a task item."""
+
+TRANSITION_KEYWORDS = (
+    "prompt",
+    "agent_completions",
+    "num_agents",
+    "prompt_history_per_agent",
+    "response_history_per_agent",
+    "item",
+)
+"""Names that an external transition gets by keyword, if its signature has them."""
+
+
+class Formatters:
+    """One prompt per agent out of a task item.
+
+    Args:
+        formatters: None reads ``item["prompt"]``; one function for all agents; or one per agent, in order.
+        num_agents: N.
+
+    Raises:
+        ValueError: If their number does not fit, or one cannot be called with a task item.
+    """
+
+    def __init__(self, formatters: Formatter | Sequence[Formatter] | None, num_agents: int) -> None:
+        self._functions = [
+            UserFunction(formatter, argument, 1, ("external_prompts",), "a task item")
+            for argument, formatter in _per_agent(formatters, num_agents)
+        ]
+        for function, (_, formatter) in zip(self._functions, _per_agent(formatters, num_agents), strict=True):
+            UserFunction(formatter, function.label.partition("=")[0], 1, (), "a task item alone, as at turn 1")
+
+    def format(
+        self,
+        item: Mapping[str, Any],
+        agent: int,
+        external_prompt: str | None = None,
+        *,
+        item_index: int | None = None,
+        turn: int | None = None,
+    ) -> Prompt:
+        """Make one agent's prompt.
+
+        Args:
+            item: The original task item; the formatter gets a copy.
+            agent: Index of the agent.
+            external_prompt: What the transition returned for the agent: replaces ``prompt`` in the copy, and is passed
+                as `external_prompts` if the formatter has that.
+            item_index: Position of the item in its dataset, for messages.
+            turn: Turn from 1, for messages.
+
+        Returns:
+            A text or chat messages.
+
+        Raises:
+            ValueError: If the formatter returns anything else.
+        """
+        function, place = self._functions[agent], Place(item, item_index, turn)
+        prompt: Prompt
+        if external_prompt is None:
+            prompt = function(place, dict(item))
+        else:
+            prompt = function(place, {**item, "prompt": external_prompt}, external_prompts=external_prompt)
+        if not isinstance(prompt, str) and not _is_chat(prompt):
+            raise ValueError(
+                f"{function.label} returned {short(prompt)} for {place}. "
+                "Return a text or a list of chat messages, each a dict with a text as role and as content."
+            )
+        return prompt
+
+
+class RewardFunction:
+    """The reward of joint completions, checked and processed.
+
+    Args:
+        func: Takes one list of completions per agent and, by keyword if its signature has them, `batch_items`,
+            `prompts` and `turn`; returns one finite number per joint completion.
+        num_agents: N.
+        processor: Maps each reward.
+
+    Raises:
+        ValueError: If a function cannot be called so.
+    """
+
+    def __init__(self, func: Callable[..., Any], num_agents: int, processor: RewardProcessor | None = None) -> None:
+        passes = f"{num_agents} list{'s' if num_agents > 1 else ''} of completions, one per agent"
+        self._function = UserFunction(func, "reward_func", num_agents, REWARD_KEYWORDS, passes)
+        if isinstance(func, WeightedRewards):
+            func.check(num_agents)
+        self._weighted = func if isinstance(func, WeightedRewards) else None
+        self._processor = None if processor is None else _checked_processor(processor)
+
+    def __call__(
+        self,
+        completions: Sequence[Sequence[str]],
+        *,
+        item: Mapping[str, Any],
+        prompts: Sequence[Prompt],
+        turn: int,
+        item_index: int | None = None,
+    ) -> list[float]:
+        """Score the joint completions of one node.
+
+        Args:
+            completions: `[N][J]` texts.
+            item: The original task item.
+            prompts: `[N]` prompts of the node.
+            turn: Turn, from 1.
+            item_index: Position of the item in its dataset, for messages.
+
+        Returns:
+            `[J]` processed rewards.
+
+        Raises:
+            ValueError: If the function returns anything but J finite numbers.
+        """
+        place, function = Place(item, item_index, turn), self._function
+        lists = [list(texts) for texts in completions]
+        values = function(place, *lists, batch_items=[item], prompts=list(prompts), turn=turn)
+        rewards = finite_floats(values, len(completions[0]), function.label, place)
+        if (processor := self._processor) is None:
+            return rewards
+        return [finite_float(processor(place, reward), processor.label, place) for reward in rewards]
+
+    def pop_parts(self) -> dict[str, float]:
+        """Mean of each part of `WeightedRewards` since the last call, before processing; empty for other functions."""
+        return {} if self._weighted is None else self._weighted.pop_parts()
+
+
+class Transition:
+    """What the world answers to a joint completion: the next prompt of each agent.
+
+    Args:
+        func: Takes, by keyword, those of `TRANSITION_KEYWORDS` that its signature has; returns N texts.
+        num_agents: N.
+
+    Raises:
+        ValueError: If the function cannot be called so.
+    """
+
+    def __init__(self, func: Callable[..., Sequence[str]], num_agents: int) -> None:
+        self._function = UserFunction(func, "external_transition", 0, TRANSITION_KEYWORDS, "no positional arguments")
+        self._num_agents = num_agents
+
+    def __call__(
+        self,
+        *,
+        item: Mapping[str, Any],
+        agent_completions: Sequence[str],
+        prompt_history_per_agent: Sequence[Sequence[Prompt]],
+        response_history_per_agent: Sequence[Sequence[str]],
+        turn: int,
+        item_index: int | None = None,
+    ) -> tuple[str, ...]:
+        """Ask for the prompts of the next turn.
+
+        Args:
+            item: The original task item.
+            agent_completions: `[N]` texts of the joint completion.
+            prompt_history_per_agent: `[N][t]` prompts so far, this turn's included.
+            response_history_per_agent: `[N][t]` completions so far, this turn's included.
+            turn: The turn that was just played, from 1, for messages.
+            item_index: Position of the item in its dataset, for messages.
+
+        Returns:
+            `[N]` texts.
+
+        Raises:
+            ValueError: If the function returns anything but N texts.
+        """
+        place = Place(item, item_index, turn)
+        prompts = self._function(
+            place,
+            prompt=item.get("prompt", ""),
+            agent_completions=list(agent_completions),
+            num_agents=self._num_agents,
+            prompt_history_per_agent=[list(history) for history in prompt_history_per_agent],
+            response_history_per_agent=[list(history) for history in response_history_per_agent],
+            item=item,
+        )
+        fits = isinstance(prompts, list | tuple) and len(prompts) == self._num_agents
+        if not fits or not all(isinstance(prompt, str) for prompt in prompts):
+            raise ValueError(
+                f"{self._function.label} returned {short(prompts)} for {place}. "
+                f"Return a list or tuple of {self._num_agents} texts, one per agent."
+            )
+        return tuple(prompts)
+
+
+def read_prompt(item: Mapping[str, Any]) -> Prompt:
+    """The default formatter: the item's ``prompt``.
+
+    Raises:
+        ValueError: If the item has no such field.
+    """
+    if "prompt" not in item:
+        raise ValueError(f"The task item has no field 'prompt', only {sorted(item)}. Add it, or give formatters=.")
+    prompt: Prompt = item["prompt"]
+    return prompt
+
+
+def _per_agent(formatters: Formatter | Sequence[Formatter] | None, num_agents: int) -> list[tuple[str, Formatter]]:
+    if formatters is None:
+        return [("formatters", read_prompt)] * num_agents
+    if not isinstance(formatters, Sequence):
+        return [("formatters", formatters)] * num_agents
+    if isinstance(formatters, str) or len(formatters) != num_agents:
+        raise ValueError(
+            f"formatters={short(formatters)} does not fit {num_agents} agents. "
+            "Give one function for all of them, or a list with one per agent."
+        )
+    return [(f"formatters[{agent}]", formatter) for agent, formatter in enumerate(formatters)]
+
+
+def _is_chat(prompt: object) -> bool:
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(
+            isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+            for message in prompt
+        )
+    )
+
+
+def _checked_processor(processor: RewardProcessor) -> UserFunction:
+    makers: tuple[object, ...] = (RewardProcessors.chain,)
+    if processor in makers:
+        raise ValueError(
+            f"reward_processor={qualified_name(processor)} makes a processor but is none. "
+            "Call it with its parts, RewardProcessors.chain(...)."
+        )
+    return UserFunction(processor, "reward_processor", 1, (), "a reward")

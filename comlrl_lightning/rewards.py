@@ -1,0 +1,195 @@
+"""Ready-made parts of a reward: processors, sums of several rewards, reward models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from comlrl_lightning.calls import Place, UserFunction, finite_floats
+
+REWARD_KEYWORDS = ("batch_items", "prompts", "turn")
+"""Names that a reward function gets by keyword, if its signature has them."""
+
+RewardProcessor = Callable[[float], float]
+"""Maps one reward to the reward that is trained on."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Multiplies each reward."""
+
+    factor: float
+    """What each reward is multiplied with."""
+
+    def __post_init__(self) -> None:
+        _check_finite("factor", self.factor)
+
+    def __call__(self, reward: float) -> float:
+        """The scaled reward."""
+        return reward * self.factor
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Adds a constant to each reward."""
+
+    value: float
+    """What is added to each reward."""
+
+    def __post_init__(self) -> None:
+        _check_finite("value", self.value)
+
+    def __call__(self, reward: float) -> float:
+        """The shifted reward."""
+        return reward + self.value
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Keeps each reward within bounds."""
+
+    low: float
+    """Smallest reward that is left."""
+    high: float
+    """Largest reward that is left."""
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ValueError(f"low={self.low} is not below high={self.high}. Give two bounds in order.")
+
+    def __call__(self, reward: float) -> float:
+        """The clipped reward."""
+        return min(max(reward, self.low), self.high)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Applies several processors, the first one first."""
+
+    processors: Sequence[RewardProcessor]
+    """The processors in the order of their use."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "processors", tuple(self.processors))
+        for index, processor in enumerate(self.processors):
+            UserFunction(processor, f"processors[{index}]", 1, (), "a reward")
+
+    def __call__(self, reward: float) -> float:
+        """The reward after all processors."""
+        for processor in self.processors:
+            reward = processor(reward)
+        return reward
+
+
+class RewardProcessors:
+    """Makes the usual reward processors: picklable objects that compare by value.
+
+    In YAML they are ``class_path: comlrl_lightning.RewardProcessors.scale`` with ``init_args: {factor: 10.0}``;
+    `chain` is ``class_path: comlrl_lightning.rewards.Chain`` there, with ``init_args: {processors: [...]}``.
+
+    Example:
+        >>> RewardProcessors.chain(RewardProcessors.scale(factor=10.0), RewardProcessors.clip(-1.0, 1.0))(0.25)
+        1.0
+    """
+
+    scale = Scale
+    shift = Shift
+    clip = Clip
+
+    @staticmethod
+    def chain(*processors: RewardProcessor) -> Chain:
+        """Apply several processors, the first one first."""
+        return Chain(processors)
+
+
+class WeightedRewards:
+    """A weighted sum of several rewards that remembers the mean of each part.
+
+    Args:
+        rewards: Name of each part and its function, called as a `reward_func` is.
+        weights: Weight of each part, by name or in the order of `rewards`; None weighs all 1.
+
+    Raises:
+        ValueError: If there is no part, or the weights do not fit.
+
+    Example:
+        >>> reward = WeightedRewards({"short": lambda texts: [-len(text) for text in texts]}, {"short": 0.5})
+        >>> reward(["abcd", "ab"])
+        [-2.0, -1.0]
+        >>> reward.pop_parts()
+        {'short': -3.0}
+    """
+
+    def __init__(
+        self,
+        rewards: Mapping[str, Callable[..., Any]],
+        weights: Mapping[str, float] | Sequence[float] | None = None,
+    ) -> None:
+        if not rewards:
+            raise ValueError("rewards={} names no reward. Give at least one, by name.")
+        self.rewards = dict(rewards)
+        self.weights = _weights_by_name(list(rewards), weights)
+        self._functions: dict[str, UserFunction] = {}
+        self._sums = dict.fromkeys(rewards, 0.0)
+        self._count = 0
+
+    def check(self, num_agents: int) -> None:
+        """Read the signature of every part.
+
+        Raises:
+            ValueError: If a part cannot be called with one list of completions per agent.
+        """
+        self._functions = {
+            name: UserFunction(func, f"rewards[{name!r}]", num_agents, REWARD_KEYWORDS, _lists(num_agents))
+            for name, func in self.rewards.items()
+        }
+
+    def __call__(
+        self,
+        *completions: Sequence[str],
+        batch_items: Sequence[Mapping[str, Any]] = (),
+        prompts: Sequence[Any] = (),
+        turn: int = 1,
+    ) -> list[float]:
+        """`[J]` weighted sums of the parts' rewards."""
+        if not self._functions:
+            self.check(len(completions))
+        place = Place(batch_items[0] if batch_items else {}, None, turn)
+        num_joint = len(completions[0])
+        totals = [0.0] * num_joint
+        for name, function in self._functions.items():
+            values = function(place, *completions, batch_items=batch_items, prompts=prompts, turn=turn)
+            rewards = finite_floats(values, num_joint, function.label, place)
+            self._sums[name] += math.fsum(rewards)
+            totals = [total + self.weights[name] * reward for total, reward in zip(totals, rewards, strict=True)]
+        self._count += num_joint
+        return totals
+
+    def pop_parts(self) -> dict[str, float]:
+        """Mean of each part, unweighted, over the joint completions since the last call; empty without any."""
+        means = {name: total / self._count for name, total in self._sums.items()} if self._count else {}
+        self._sums, self._count = dict.fromkeys(self.rewards, 0.0), 0
+        return means
+
+
+def _weights_by_name(names: list[str], weights: Mapping[str, float] | Sequence[float] | None) -> dict[str, float]:
+    if weights is None:
+        return dict.fromkeys(names, 1.0)
+    named = isinstance(weights, Mapping)
+    if set(weights) != set(names) if named else len(weights) != len(names):
+        raise ValueError(f"weights={weights} does not fit rewards={names}. Give one weight per reward.")
+    by_name = dict(weights) if isinstance(weights, Mapping) else dict(zip(names, weights, strict=True))
+    for weight in by_name.values():
+        _check_finite("weights", weight)
+    return by_name
+
+
+def _check_finite(argument: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise ValueError(f"{argument}={value} is not finite. Give a finite number.")
+
+
+def _lists(num_agents: int) -> str:
+    return f"{num_agents} list{'s' if num_agents > 1 else ''} of completions, one per agent"
