@@ -1,0 +1,90 @@
+"""Checkpoints by number of batches."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from typing_extensions import override
+
+from comlrl_lightning.callbacks.support import run_folder
+
+
+class BatchCheckpoint(Checkpoint):
+    """Save a checkpoint every so many training batches, also while the rollout buffer fills.
+
+    Lightning's `ModelCheckpoint` skips a save when no optimizer step happened since the last one; this one does not.
+    Files are called ``batch-000012.ckpt`` after the batches trained since the run began, over all epochs.
+
+    Args:
+        every_n_batches: Training batches of this rank between two checkpoints.
+        keep: How many of the latest checkpoints stay; None keeps all.
+        dirpath: Folder of the checkpoints; None takes ``checkpoints`` in the folder of the run.
+
+    Raises:
+        ValueError: If `every_n_batches` or `keep` is not a whole number from 1.
+
+    Example::
+
+        trainer = Trainer(callbacks=[BatchCheckpoint(every_n_batches=10, dirpath="runs/checkpoints")])
+        trainer.fit(module, data, ckpt_path="runs/checkpoints/batch-000030.ckpt")
+    """
+
+    def __init__(self, every_n_batches: int = 1, keep: int | None = 1, dirpath: str | Path | None = None) -> None:
+        super().__init__()
+        for name, value in (("every_n_batches", every_n_batches), ("keep", keep)):
+            if value is not None and value < 1:
+                raise ValueError(f"BatchCheckpoint({name}={value}) is not a whole number from 1. Use at least 1.")
+        self._every_n_batches = every_n_batches
+        self._keep = keep
+        self._dirpath = None if dirpath is None else Path(dirpath)
+        self._saved: list[str] = []
+
+    @property
+    def last_path(self) -> Path | None:
+        """The latest checkpoint of this run."""
+        return Path(self._saved[-1]) if self._saved else None
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        num_batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        if num_batches % self._every_n_batches:
+            return
+        folder = self._dirpath or Path(trainer.strategy.broadcast(run_folder(trainer))) / "checkpoints"
+        self._save(trainer, folder / f"batch-{num_batches:06d}.ckpt")
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"saved": list(self._saved)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = list(state_dict["saved"])
+
+    def _save(self, trainer: Trainer, path: Path) -> None:
+        """Save under another name first: whoever looks for checkpoints finds whole ones only."""
+        self._saved = [*(name for name in self._saved if name != str(path)), str(path)]
+        outdated = [] if self._keep is None else self._saved[: -self._keep]
+        self._saved = self._saved[len(outdated) :]
+        part = path.with_name(f".{path.name}.part")
+        trainer.save_checkpoint(part)
+        if trainer.is_global_zero:
+            _remove(path)
+            os.replace(part, path)
+            for name in outdated:
+                _remove(Path(name))
+        trainer.strategy.barrier("BatchCheckpoint")
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint: a file, or the folder that a sharded strategy writes."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

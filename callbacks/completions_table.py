@@ -1,0 +1,125 @@
+"""The texts of an evaluation, to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import WandbLogger
+from typing_extensions import override
+
+from comlrl_lightning.callbacks.history import History
+from comlrl_lightning.callbacks.support import may_print, rollout_source, run_folder
+from comlrl_lightning.rollouts.types import Prompt, Rollouts
+
+
+class CompletionsTable(Callback):
+    """Write the joint completions of every evaluation: to JSON lines, to Weights & Biases, and a few on screen.
+
+    A line of the file (and a row of the W&B table ``eval/completions``) is one item at one turn: `env_step`, `index` of
+    the item, `turn`, `prompts` and `completions` per agent, `reward`.
+
+    Args:
+        path: The JSON-lines file; None takes ``completions.jsonl`` in the folder of the run.
+        num_on_screen: Rows shown on screen at each evaluation; 0 shows none.
+
+    Raises:
+        ValueError: If `num_on_screen` is negative or `path` does not end in ``.jsonl``.
+
+    Example::
+
+        trainer = Trainer(callbacks=[EvalInterval(4), CompletionsTable(num_on_screen=2)])
+    """
+
+    def __init__(self, path: str | Path | None = None, num_on_screen: int = 3) -> None:
+        super().__init__()
+        if path is not None and Path(path).suffix != ".jsonl":
+            raise ValueError(f"CompletionsTable(path={str(path)!r}) does not name JSON lines. End it in .jsonl.")
+        if num_on_screen < 0:
+            raise ValueError(
+                f"CompletionsTable(num_on_screen={num_on_screen}) is negative. Use 0 for no rows on screen."
+            )
+        self._path = None if path is None else Path(path)
+        self._history: History
+        self._num_on_screen = num_on_screen
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._history = History(self._path or run_folder(trainer) / "completions.jsonl")
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            self._history.begin(trainer, rollout_source(pl_module, self))
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._write(trainer, pl_module)
+
+    @override
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write(trainer, pl_module)
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        source = rollout_source(pl_module, self)
+        rows = completion_rows(source.evaluation_rollouts())
+        if not trainer.is_global_zero:
+            return
+        self._history.add(source.env_step, rows)
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                _log_table(logger, source.env_step, rows)
+        if may_print(trainer) and self._num_on_screen:
+            show(rows[: self._num_on_screen], title=f"Evaluation at env_step {source.env_step}")
+
+
+def completion_rows(rollouts: Rollouts) -> list[dict[str, Any]]:
+    """One plain row per node of an evaluation, item by item."""
+    return [
+        {
+            "index": rollouts.indices[node.task],
+            "turn": node.turn,
+            "prompts": [prompt_text(prompt) for prompt in node.prompts],
+            "completions": [completion.text for completion in node.joint_completion(0)],
+            "reward": node.rewards[0],
+        }
+        for node in sorted(rollouts.nodes, key=lambda node: (node.task, node.turn))
+    ]
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """A prompt as one text: chat messages become lines of role and content."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Print rows of completions on the console that progress bars use, so that a live bar stays whole."""
+    from rich import get_console
+    from rich.table import Table
+    from rich.text import Text
+
+    num_agents = max((len(row["completions"]) for row in rows), default=0)
+    table = Table("item", "turn", *(f"agent {agent}" for agent in range(num_agents)), "reward", title=title)
+    for row in rows:
+        texts = (Text(text) for text in row["completions"])
+        table.add_row(str(row["index"]), str(row["turn"]), *texts, f"{row['reward']:.3f}", end_section=True)
+    get_console().print(table)
+
+
+def _log_table(logger: WandbLogger, env_step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    """`env_step` is a column: a table's row has no x-axis."""
+    if not rows:
+        return
+    agents = range(len(rows[0]["completions"]))
+    columns = ["env_step", "index", "turn"]
+    columns += [f"{part}_{agent}" for agent in agents for part in ("prompt", "completion")] + ["reward"]
+    data = []
+    for row in rows:
+        parts = [part for pair in zip(row["prompts"], row["completions"], strict=True) for part in pair]
+        data.append([env_step, row["index"], row["turn"], *parts, row["reward"]])
+    logger.log_table(key="eval/completions", columns=columns, data=data)

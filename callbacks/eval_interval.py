@@ -1,0 +1,99 @@
+"""When evaluations happen during training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.seed import isolate_rng
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from comlrl_lightning.data import TaskBatch
+
+NEVER = 10**9
+
+
+class EvalInterval(Callback):
+    """Evaluate before the first batch that holds an item whose index in the epoch is a multiple of `interval`.
+
+    Indices count the items of all ranks, in every kind of epoch, from 0: an evaluation comes first in each epoch.
+    Lightning's own schedule (sanity check, end of epoch) is switched off. Evaluations change no training result, and
+    nothing happens without an evaluation split.
+
+    Args:
+        interval: Task items between two evaluations; 0 leaves evaluation to `evaluate` and `Trainer.validate`.
+
+    Raises:
+        ValueError: If `interval` is not a whole number from 0.
+
+    Example::
+
+        trainer = Trainer(max_epochs=1, callbacks=[EvalInterval(4)])
+    """
+
+    def __init__(self, interval: int) -> None:
+        super().__init__()
+        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
+            raise ValueError(f"EvalInterval(interval={interval!r}) is not a whole number from 0. Pass 0 for never.")
+        self._interval = interval
+        self._running: tuple[int, int] | None = None
+        self._finished: tuple[int, int] | None = None
+
+    def is_due(self, start: int, stop: int) -> bool:
+        """Whether the items `[start, stop)` of an epoch hold a multiple of the interval."""
+        if self._interval == 0:
+            return False
+        return -(-start // self._interval) * self._interval < stop
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            trainer.num_sanity_val_steps = 0
+            trainer.check_val_every_n_epoch = NEVER
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: TaskBatch, batch_idx: int
+    ) -> None:
+        place = (batch.epoch, batch.start)
+        # A checkpoint saved at the end of an evaluation resumes right here, with that evaluation done.
+        if self.is_due(batch.start, batch.stop) and place != self._finished:
+            self._running = place
+            try:
+                _validate(trainer)
+            finally:
+                self._running = None
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Checkpoint callbacks come after all others: what they save here counts this evaluation as done.
+        if self._running is not None:
+            self._finished = self._running
+
+    @override
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._finished = None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"finished": self._finished}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        finished = state_dict["finished"]
+        self._finished = None if finished is None else (int(finished[0]), int(finished[1]))
+
+
+def _validate(trainer: Trainer) -> None:
+    """Run the validation loop inside training, as Lightning does between two batches, on its own random numbers."""
+    loop, connector = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector
+    first_loop_iter = connector._first_loop_iter
+    loop._combined_loader = None  # the split's length is read anew at each evaluation
+    trainer.validating = True
+    try:
+        with isolate_rng():
+            loop.run()
+    finally:
+        trainer.training = True
+        connector._first_loop_iter = first_loop_iter

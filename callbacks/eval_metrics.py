@@ -1,0 +1,92 @@
+"""The user's own evaluation metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from comlrl_lightning.callbacks.support import EVAL_PREFIX, rollout_source
+from comlrl_lightning.callbacks.user_functions import as_numbers, check_signature, name_of, noting
+from comlrl_lightning.rollouts.types import Rollouts, RolloutSource
+
+LOGGER_KEYWORDS = ("agent_completions_turns", "batch_items", "prompts")
+
+
+class EvalMetrics(Callback):
+    """Add the user's metrics to every evaluation.
+
+    `eval_logger(agent_completions_turns=..., batch_items=..., prompts=...)` is called once for the whole split and
+    returns anything, usually one dictionary per item; `eval_aggregator(rows, num_turns=...)` turns that into scalars.
+    `agent_completions_turns` is `[agent][item][turn]` texts with ``""`` for turns that an item did not reach,
+    `batch_items` the original task items, `prompts` one raw prompt per item: its field ``prompt``, or ``""``.
+
+    Args:
+        eval_logger: Measures the completions of the whole evaluation split.
+        eval_aggregator: Makes a dictionary of numbers of the logger's answer; the prefix ``eval/`` is added.
+
+    Raises:
+        ValueError: If one of the two is missing or cannot be called like this.
+
+    Example::
+
+        def eval_logger(*, agent_completions_turns, batch_items, prompts):
+            return [{"chars": len(turns[0])} for turns in agent_completions_turns[0]]
+
+        def eval_aggregator(rows, *, num_turns):
+            return {"chars": sum(row["chars"] for row in rows) / len(rows)}
+
+        trainer = Trainer(callbacks=[EvalInterval(4), EvalMetrics(eval_logger, eval_aggregator)])
+    """
+
+    def __init__(self, eval_logger: Callable[..., Any], eval_aggregator: Callable[..., Mapping[str, float]]) -> None:
+        super().__init__()
+        for argument, function in (("eval_logger", eval_logger), ("eval_aggregator", eval_aggregator)):
+            if function is None:
+                raise ValueError(
+                    f"EvalMetrics({argument}=None) has half of a pair. Pass both functions or no EvalMetrics."
+                )
+        check_signature("EvalMetrics: eval_logger", eval_logger, 0, LOGGER_KEYWORDS)
+        check_signature("EvalMetrics: eval_aggregator", eval_aggregator, 1, ("num_turns",))
+        self._eval_logger = eval_logger
+        self._eval_aggregator = eval_aggregator
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._log(trainer, pl_module)
+
+    @override
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._log(trainer, pl_module)
+
+    def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        source = rollout_source(pl_module, self)
+        rollouts = source.evaluation_rollouts()
+        # One rank asks the user's functions, so that all ranks decide by the same numbers.
+        mine = self._measure(rollouts, source) if trainer.is_global_zero else {}
+        metrics = trainer.strategy.broadcast(mine)
+        pl_module.log_dict({EVAL_PREFIX + key: value for key, value in metrics.items()})
+
+    def _measure(self, rollouts: Rollouts, source: RolloutSource) -> dict[str, float]:
+        completions = completion_texts(rollouts, source.num_agents, source.num_turns)
+        prompts = [str(item.get("prompt", "")) for item in rollouts.items]
+        where = f"in evaluation at env_step {source.env_step}"
+        with noting(f"raised by eval_logger {name_of(self._eval_logger)} {where}"):
+            rows = self._eval_logger(
+                agent_completions_turns=completions, batch_items=list(rollouts.items), prompts=prompts
+            )
+        with noting(f"raised by eval_aggregator {name_of(self._eval_aggregator)} {where}"):
+            metrics = self._eval_aggregator(rows, num_turns=source.num_turns)
+        return as_numbers(metrics, f"eval_aggregator {name_of(self._eval_aggregator)}")
+
+
+def completion_texts(rollouts: Rollouts, num_agents: int, num_turns: int) -> list[list[list[str]]]:
+    """`[agent][item][turn]` texts of an evaluation, ``""`` for turns that an item did not reach."""
+    texts = [[[""] * num_turns for _ in rollouts.items] for _ in range(num_agents)]
+    for node in rollouts.nodes:
+        for agent, completion in enumerate(node.joint_completion(0)):
+            texts[agent][node.task][node.turn - 1] = completion.text
+    return texts

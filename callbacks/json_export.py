@@ -1,0 +1,79 @@
+"""Evaluation metrics as files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from lightning import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from comlrl_lightning.callbacks.history import History
+from comlrl_lightning.callbacks.support import (
+    evaluation_metrics,
+    forget_evaluation_metrics,
+    rollout_source,
+    write_whole,
+)
+
+
+class JSONExport(Callback):
+    """Write each evaluation's metrics to a JSON file, and all of them to a history of JSON lines beside it.
+
+    `path` holds the latest evaluation; the history has the same name with the suffix ``.jsonl`` and one line per
+    evaluation, `env_step` first. A resumed run continues the history where its checkpoint stands. Files appear whole,
+    on rank zero, and never for sanity checks; a metric that is not finite becomes null.
+
+    Args:
+        path: The JSON file, relative to the working folder.
+
+    Raises:
+        ValueError: If `path` does not end in ``.json``.
+
+    Example::
+
+        trainer = Trainer(callbacks=[EvalInterval(4), JSONExport("runs/eval-metrics.json")])
+    """
+
+    def __init__(self, path: str | Path = "eval-metrics.json") -> None:
+        super().__init__()
+        if Path(path).suffix != ".json":
+            raise ValueError(f"JSONExport(path={str(path)!r}) does not name a JSON file. End it in .json.")
+        self._path = Path(path)
+        self._history = History(self._path.with_suffix(".jsonl"))
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            self._history.begin(trainer, rollout_source(pl_module, self))
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        forget_evaluation_metrics(trainer)
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        forget_evaluation_metrics(trainer)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._export(trainer, pl_module)
+
+    @override
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._export(trainer, pl_module)
+
+    def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        metrics = _finite_or_none(evaluation_metrics(trainer))
+        text = json.dumps(metrics, indent=2) + "\n"
+        write_whole(self._path, lambda path: path.write_text(text, encoding="utf-8"))
+        self._history.add(rollout_source(pl_module, self).env_step, [metrics])
+
+
+def _finite_or_none(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    return {key: value if math.isfinite(value) else None for key, value in metrics.items()}

@@ -1,0 +1,128 @@
+"""The user's own metrics over single completions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from comlrl_lightning.callbacks.support import EVAL_PREFIX, rollout_source
+from comlrl_lightning.callbacks.user_functions import as_numbers, check_signature, name_of, noting
+from comlrl_lightning.distributed import gather_objects
+from comlrl_lightning.rollouts.types import Node, Prompt, Rollouts
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRecord:
+    """One agent's part in one scored joint completion."""
+
+    agent_idx: int
+    """Index of the agent, from 0."""
+    prompt: Prompt
+    """The prompt as its formatter returned it."""
+    completion: str
+    """The agent's text."""
+    metadata: Mapping[str, Any]
+    """`turn` (from 1), processed `reward`, original `item`, `item_index` in its dataset, `joint_index` in its node,
+    `path` of joint completions that led there, `num_tokens` and `truncated` of the completion."""
+
+
+class RolloutMetrics(Callback):
+    """Log the user's metrics over rollout records, in training and in evaluation.
+
+    In training `metrics_callback` gets the records of each training step and its numbers are logged at once, whatever
+    `logging_steps` says; several ranks are averaged. In evaluation it gets the records of one item at a time, and the
+    averages over items are logged with the prefix ``eval/``.
+
+    Args:
+        metrics_callback: Takes a list of `RolloutRecord` and returns a dictionary of numbers.
+
+    Raises:
+        ValueError: If `metrics_callback` cannot be called with one argument.
+
+    Example::
+
+        def metrics_callback(rollouts):
+            return {"response_chars": sum(len(record.completion) for record in rollouts) / len(rollouts)}
+
+        trainer = Trainer(callbacks=[RolloutMetrics(metrics_callback)])
+    """
+
+    def __init__(self, metrics_callback: Callable[[list[RolloutRecord]], Mapping[str, float]]) -> None:
+        super().__init__()
+        check_signature("RolloutMetrics: metrics_callback", metrics_callback, 1, ())
+        self._metrics_callback = metrics_callback
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        source = rollout_source(pl_module, self)
+        records = [] if source.rollouts is None else rollout_records(source.rollouts)
+        metrics = [self._measure(records, source.env_step)] if records else []
+        source.log_now(means(gather_objects(metrics)))
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._log_evaluation(trainer, pl_module)
+
+    @override
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._log_evaluation(trainer, pl_module)
+
+    def _log_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        source = rollout_source(pl_module, self)
+        rollouts = source.evaluation_rollouts()
+        mine: dict[str, float] = {}
+        if trainer.is_global_zero:
+            per_item: dict[int, list[Node]] = defaultdict(list)
+            for node in rollouts.nodes:
+                per_item[node.task].append(node)
+            records = (rollout_records(rollouts, nodes) for nodes in per_item.values())
+            mine = means(self._measure(item_records, source.env_step) for item_records in records)
+        metrics = trainer.strategy.broadcast(mine)
+        pl_module.log_dict({EVAL_PREFIX + key: value for key, value in metrics.items()})
+
+    def _measure(self, records: list[RolloutRecord], env_step: int) -> dict[str, float]:
+        source = f"metrics_callback {name_of(self._metrics_callback)}"
+        with noting(f"raised by {source} at env_step {env_step}"):
+            metrics = self._metrics_callback(records)
+        return as_numbers(metrics, source)
+
+
+def rollout_records(rollouts: Rollouts, nodes: Sequence[Node] | None = None) -> list[RolloutRecord]:
+    """One record per node, joint completion and agent, in this order, of `nodes` (all by default)."""
+    return [
+        RolloutRecord(
+            agent_idx=agent,
+            prompt=node.prompts[agent],
+            completion=completion.text,
+            metadata={
+                "turn": node.turn,
+                "reward": reward,
+                "item": rollouts.items[node.task],
+                "item_index": rollouts.indices[node.task],
+                "joint_index": index,
+                "path": node.path,
+                "num_tokens": len(completion.token_ids),
+                "truncated": completion.truncated,
+            },
+        )
+        for node in (rollouts.nodes if nodes is None else nodes)
+        for index, reward in enumerate(node.rewards)
+        for agent, completion in enumerate(node.joint_completion(index))
+    ]
+
+
+def means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each key over the rows that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for key, value in row.items():
+            values[key].append(value)
+    return {key: sum(column) / len(column) for key, column in values.items()}

@@ -1,0 +1,59 @@
+"""What several callbacks need: the module behind its protocol, evaluation metrics, files that appear whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning import LightningModule, Trainer
+
+from comlrl_lightning.loggers import TaskWandbLogger
+from comlrl_lightning.rollouts.types import RolloutSource
+
+EVAL_PREFIX = "eval/"
+
+
+def rollout_source(pl_module: LightningModule, callback: object) -> RolloutSource:
+    """The module as the source of rollouts that it must be.
+
+    Raises:
+        ValueError: If the module keeps no rollouts.
+    """
+    if not isinstance(pl_module, RolloutSource):
+        raise ValueError(
+            f"{type(callback).__name__} needs a module that keeps its rollouts, got {type(pl_module).__name__}. "
+            "Use it with an algorithm of comlrl_lightning."
+        )
+    return pl_module
+
+
+def evaluation_metrics(trainer: Trainer) -> dict[str, float]:
+    """The metrics of the running evaluation, ``eval/`` prefix included, sorted by name."""
+    return {key: float(value) for key, value in sorted(trainer.callback_metrics.items()) if key.startswith(EVAL_PREFIX)}
+
+
+def forget_evaluation_metrics(trainer: Trainer) -> None:
+    """Drop the last evaluation's metrics, so that a turn that nobody reaches this time leaves no old value behind."""
+    for key in [key for key in trainer.callback_metrics if key.startswith(EVAL_PREFIX)]:
+        del trainer.callback_metrics[key]
+
+
+def may_print(trainer: Trainer) -> bool:
+    """Whether reports on screen are wanted on this rank: `config_sections.output.verbose` is not false."""
+    verbose = (logger.verbose for logger in trainer.loggers if isinstance(logger, TaskWandbLogger))
+    return trainer.is_global_zero and all(verbose)
+
+
+def run_folder(trainer: Trainer) -> Path:
+    """Folder of this run: the logger's, else the trainer's root. Call it on every rank."""
+    return Path(trainer.log_dir or trainer.default_root_dir)
+
+
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` fill a file that then takes the place of `path`: readers see the old or the new one, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.stem}.part{path.suffix}")
+    write(part)
+    os.replace(part, path)
