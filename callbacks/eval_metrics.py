@@ -8,8 +8,8 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.support import EVAL_PREFIX, rollout_source
-from comlrl_lightning.callbacks.user_functions import as_numbers, check_signature, name_of, noting
+from comlrl_lightning.callbacks.support import EVAL_PREFIX, as_numbers, rollout_source
+from comlrl_lightning.calls import UserFunction
 from comlrl_lightning.rollouts.types import Rollouts, RolloutSource
 
 LOGGER_KEYWORDS = ("agent_completions_turns", "batch_items", "prompts")
@@ -20,6 +20,7 @@ class EvalMetrics(Callback):
 
     `eval_logger(agent_completions_turns=..., batch_items=..., prompts=...)` is called once for the whole split and
     returns anything, usually one dictionary per item; `eval_aggregator(rows, num_turns=...)` turns that into scalars.
+    A keyword is passed only if the function's signature has it.
     `agent_completions_turns` is `[agent][item][turn]` texts with ``""`` for turns that an item did not reach,
     `batch_items` the original task items, `prompts` one raw prompt per item: its field ``prompt``, or ``""``.
 
@@ -48,10 +49,10 @@ class EvalMetrics(Callback):
                 raise ValueError(
                     f"EvalMetrics({argument}=None) has half of a pair. Pass both functions or no EvalMetrics."
                 )
-        check_signature("EvalMetrics: eval_logger", eval_logger, 0, LOGGER_KEYWORDS)
-        check_signature("EvalMetrics: eval_aggregator", eval_aggregator, 1, ("num_turns",))
-        self._eval_logger = eval_logger
-        self._eval_aggregator = eval_aggregator
+        self._eval_logger = UserFunction(eval_logger, "eval_logger", 0, LOGGER_KEYWORDS, "no positional arguments")
+        self._eval_aggregator = UserFunction(
+            eval_aggregator, "eval_aggregator", 1, ("num_turns",), "what eval_logger returned"
+        )
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -73,14 +74,12 @@ class EvalMetrics(Callback):
     def _measure(self, rollouts: Rollouts, source: RolloutSource) -> dict[str, float]:
         completions = completion_texts(rollouts, source.num_agents, source.num_turns)
         prompts = [str(item.get("prompt", "")) for item in rollouts.items]
-        where = f"in evaluation at env_step {source.env_step}"
-        with noting(f"raised by eval_logger {name_of(self._eval_logger)} {where}"):
-            rows = self._eval_logger(
-                agent_completions_turns=completions, batch_items=list(rollouts.items), prompts=prompts
-            )
-        with noting(f"raised by eval_aggregator {name_of(self._eval_aggregator)} {where}"):
-            metrics = self._eval_aggregator(rows, num_turns=source.num_turns)
-        return as_numbers(metrics, f"eval_aggregator {name_of(self._eval_aggregator)}")
+        place = f"the evaluation at env_step {source.env_step}"
+        rows = self._eval_logger(
+            place, agent_completions_turns=completions, batch_items=list(rollouts.items), prompts=prompts
+        )
+        metrics = self._eval_aggregator(place, rows, num_turns=source.num_turns)
+        return as_numbers(metrics, self._eval_aggregator.label)
 
 
 def completion_texts(rollouts: Rollouts, num_agents: int, num_turns: int) -> list[list[list[str]]]:

@@ -10,8 +10,8 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.support import EVAL_PREFIX, rollout_source
-from comlrl_lightning.callbacks.user_functions import as_numbers, check_signature, name_of, noting
+from comlrl_lightning.callbacks.support import EVAL_PREFIX, as_numbers, rollout_source
+from comlrl_lightning.calls import UserFunction
 from comlrl_lightning.distributed import gather_objects
 from comlrl_lightning.rollouts.types import Node, Prompt, Rollouts
 
@@ -54,8 +54,7 @@ class RolloutMetrics(Callback):
 
     def __init__(self, metrics_callback: Callable[[list[RolloutRecord]], Mapping[str, float]]) -> None:
         super().__init__()
-        check_signature("RolloutMetrics: metrics_callback", metrics_callback, 1, ())
-        self._metrics_callback = metrics_callback
+        self._metrics_callback = UserFunction(metrics_callback, "metrics_callback", 1, (), "a list of records")
 
     @override
     def on_train_batch_end(
@@ -64,7 +63,8 @@ class RolloutMetrics(Callback):
         source = rollout_source(pl_module, self)
         records = [] if source.rollouts is None else rollout_records(source.rollouts)
         metrics = [self._measure(records, source.env_step)] if records else []
-        source.log_now(means(gather_objects(metrics)))
+        if logged := means(gather_objects(metrics)):
+            source.log_now(logged)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -89,10 +89,8 @@ class RolloutMetrics(Callback):
         pl_module.log_dict({EVAL_PREFIX + key: value for key, value in metrics.items()})
 
     def _measure(self, records: list[RolloutRecord], env_step: int) -> dict[str, float]:
-        source = f"metrics_callback {name_of(self._metrics_callback)}"
-        with noting(f"raised by {source} at env_step {env_step}"):
-            metrics = self._metrics_callback(records)
-        return as_numbers(metrics, source)
+        metrics = self._metrics_callback(f"the records at env_step {env_step}", records)
+        return as_numbers(metrics, self._metrics_callback.label)
 
 
 def rollout_records(rollouts: Rollouts, nodes: Sequence[Node] | None = None) -> list[RolloutRecord]:

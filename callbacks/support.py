@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from lightning import LightningModule, Trainer
+from torch import Tensor
 
+from comlrl_lightning.calls import short
 from comlrl_lightning.loggers import TaskWandbLogger
 from comlrl_lightning.rollouts.types import RolloutSource
 
@@ -57,3 +60,24 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     part = path.with_name(f".{path.stem}.part{path.suffix}")
     write(part)
     os.replace(part, path)
+
+
+def as_numbers(metrics: object, source: str) -> dict[str, float]:
+    """The metrics that a user's function returned, as floats.
+
+    Args:
+        metrics: What it returned.
+        source: Its label, for the message.
+
+    Raises:
+        ValueError: If they are not a dictionary of names and numbers.
+    """
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"{source} returned {short(metrics)}. Return a dictionary of names and numbers.")
+    numbers = {}
+    for key, value in metrics.items():
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if not isinstance(key, str) or not isinstance(number, Real):
+            raise ValueError(f"{source} returned {short({key: value})}. Return a dictionary of names and numbers.")
+        numbers[key] = float(number)
+    return numbers

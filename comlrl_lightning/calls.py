@@ -91,7 +91,7 @@ class UserFunction:
             ) from None
         return accepted
 
-    def __call__(self, place: Place, /, *args: Any, **keywords: Any) -> Any:
+    def __call__(self, place: object, /, *args: Any, **keywords: Any) -> Any:
         """Call the function; an exception of it keeps its type and traceback and gets a note."""
         chosen = {name: value for name, value in keywords.items() if name in self.keywords}
         try:
