@@ -134,6 +134,11 @@ class RewardFunction:
             return rewards
         return [finite_float(processor(place, reward), processor.label, place) for reward in rewards]
 
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Names of the parts of `WeightedRewards`; none for other functions."""
+        return () if self._weighted is None else tuple(self._weighted.rewards)
+
     def pop_parts(self) -> dict[str, float]:
         """Mean of each part of `WeightedRewards` since the last call, before processing; empty for other functions."""
         return {} if self._weighted is None else self._weighted.pop_parts()

@@ -42,20 +42,26 @@ def agent_key(agent: int, name: str) -> str:
     return f"agent_{agent}/{name}"
 
 
-def training_keys(num_turns: int, num_agents: int, with_kl: bool) -> list[str]:
+def part_key(name: str) -> str:
+    """Key of one part of `WeightedRewards`."""
+    return f"reward/{name}"
+
+
+def training_keys(num_turns: int, num_agents: int, with_kl: bool, parts: Iterable[str] = ()) -> list[str]:
     """All keys that training can log."""
     agents = [agent_key(agent, name) for agent in range(num_agents) for name in AGENT_METRICS]
     return [
         *turn_keys(num_turns, with_kl),
+        *map(part_key, parts),
         *agents,
         *(f"time/{name}" for name in TIME_METRICS),
         "nonfinite_updates",
     ]
 
 
-def evaluation_keys(num_turns: int, with_kl: bool) -> list[str]:
+def evaluation_keys(num_turns: int, with_kl: bool, parts: Iterable[str] = ()) -> list[str]:
     """All keys that an evaluation can log, without their prefix ``eval/``."""
-    return [*turn_keys(num_turns, with_kl), "final_reward_mean"]
+    return [*turn_keys(num_turns, with_kl), *map(part_key, parts), "final_reward_mean"]
 
 
 def turn_keys(num_turns: int, with_kl: bool) -> list[str]:

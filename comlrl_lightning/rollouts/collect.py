@@ -54,6 +54,13 @@ class RolloutShape:
     early_termination_threshold: float | None = None
     """A node whose mean processed reward exceeds it is not expanded."""
 
+    def __post_init__(self) -> None:
+        for name, value in (("num_generations", self.num_generations), ("num_turns", self.num_turns)):
+            if value < 1:
+                raise ValueError(f"{name}={value!r} is out of range. Use a whole number of at least 1.")
+        if self.joint_mode not in ("aligned", "cross"):
+            raise ValueError(f"joint_mode={self.joint_mode!r} is unknown. Use 'aligned' or 'cross'.")
+
     def num_nodes(self, num_agents: int) -> int:
         """Largest number of nodes that one task item can grow to."""
         branches = self.num_generations ** (num_agents if self.joint_mode == "cross" else 1)
@@ -150,7 +157,7 @@ class Collector:
     def _root(self, task: int) -> _Branch:
         agents = range(self.team.num_agents)
         with user_code():
-            prompts = tuple(self.interface.formatters.format(self._items[task], agent) for agent in agents)
+            prompts = tuple(self._format(task, agent, None, turn=1) for agent in agents)
         empty: tuple[tuple[Any, ...], ...] = ((),) * len(prompts)
         return _Branch(task, (), None, prompts, empty, empty)
 
@@ -227,9 +234,13 @@ class Collector:
             if self.interface.external_prompt_passthrough:
                 return tuple(external)
             return tuple(
-                self.interface.formatters.format(item, agent, external_prompt=prompt)
-                for agent, prompt in enumerate(external)
+                self._format(node.task, agent, prompt, turn=node.turn + 1) for agent, prompt in enumerate(external)
             )
+
+    def _format(self, task: int, agent: int, external_prompt: str | None, turn: int) -> Prompt:
+        return self.interface.formatters.format(
+            self._items[task], agent, external_prompt, item_index=self._indices[task], turn=turn
+        )
 
 
 def _extend(history: tuple[tuple[Any, ...], ...], values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:

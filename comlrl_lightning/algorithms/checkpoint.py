@@ -1,0 +1,153 @@
+"""What a checkpoint of a cooperative module holds beyond Lightning's own state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim.lr_scheduler import LRScheduler
+
+from comlrl_lightning.algorithms.hparams import to_plain
+from comlrl_lightning.distributed import gather_objects, rank, world_size
+from comlrl_lightning.rollouts.buffer import CreditedNode
+
+if TYPE_CHECKING:
+    from comlrl_lightning.algorithms.cooperative import CooperativeModule
+
+KEY = "comlrl_lightning"
+"""Where a checkpoint holds the state of the run."""
+
+RngStates = dict[str, Any]
+"""Global random states as values that load with ``weights_only=True``."""
+
+
+def global_rng_states() -> RngStates:
+    """The global random states of this process, which only the user's functions consume."""
+    name, keys, *position = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), *position),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_global_rng_states(states: RngStates) -> None:
+    """Inverse of `global_rng_states`."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *position = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
+    torch.set_rng_state(states["torch"].cpu())
+    if states["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])
+
+
+def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
+    """Reduce a checkpoint to the weights that are trained, and add the state of the run. Call it on every rank."""
+    checkpoint["state_dict"] = {name: checkpoint["state_dict"][name] for name in _trained_names(module)}
+    this_rank = {
+        "rng": global_rng_states(),
+        "buffer": [entry.to_state() for entry in module.buffer],
+        "metrics": module.training_metrics.state_dict(),
+    }
+    checkpoint[KEY] = {
+        "algorithm": type(module).__name__,
+        "settings": _fixed_settings(module),
+        "learning_rates": module.learning_rates,
+        "env_step": module.env_step,
+        "update_step": module.update_step,
+        "last_log": module.last_log,
+        "ranks": gather_objects([this_rank]),
+    }
+
+
+def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Read counters and buffer of a run, after checking that the module can go on with it.
+
+    Returns:
+        The state of the run, for `restore_run`.
+
+    Raises:
+        ValueError: If the checkpoint is of another run, or lacks weights.
+    """
+    if KEY not in checkpoint:
+        raise ValueError("The checkpoint was not saved by comlrl_lightning. Load its weights with agents= instead.")
+    state: dict[str, Any] = checkpoint[KEY]
+    missing = sorted(set(_trained_names(module)) - set(checkpoint["state_dict"]))
+    if missing:
+        raise ValueError(
+            f"The checkpoint lacks {len(missing)} of the weights that this module trains, the first is {missing[0]!r}."
+            " Use the agents= settings that it was saved with."
+        )
+    module.env_step, module.update_step = state["env_step"], state["update_step"]
+    module.last_log = tuple(state["last_log"])
+    return state
+
+
+def restore_run(module: CooperativeModule, state: Mapping[str, Any]) -> None:
+    """Go on with a run: its buffer, its random states, and learning rates where the settings changed them.
+
+    Raises:
+        ValueError: If a setting would change the meaning of the run.
+    """
+    current = {"algorithm": type(module).__name__, **_fixed_settings(module)}
+    check_settings({"algorithm": state["algorithm"], **state["settings"]}, current)
+    if len(state["ranks"]) == world_size():
+        this_rank = state["ranks"][rank()]
+        module.buffer = [CreditedNode.from_state(entry) for entry in this_rank["buffer"]]
+        module.training_metrics.load_state_dict(this_rank["metrics"])
+        restore_global_rng_states(this_rank["rng"])
+    else:
+        rank_zero_warn(
+            f"The checkpoint was saved by {len(state['ranks'])} processes and {world_size()} go on: buffers are dealt out"
+            " anew and global random states start from their seeds."
+        )
+        entries = [entry for saved in state["ranks"] for entry in saved["buffer"]]
+        module.buffer = [CreditedNode.from_state(entry) for entry in entries[rank() :: world_size()]]
+    change_learning_rates(module, state["learning_rates"])
+
+
+def change_learning_rates(module: CooperativeModule, saved: Sequence[float]) -> None:
+    """Let the module's learning rates win over those that came with the optimizer's state."""
+    optimizer, scheduler = module.optimizers(), module.lr_schedulers()
+    assert isinstance(optimizer, LightningOptimizer)
+    for position, (group, old, new) in enumerate(
+        zip(optimizer.param_groups, saved, module.learning_rates, strict=True)
+    ):
+        if old == new:
+            continue
+        group["lr"] = new if not old else group["lr"] * new / old
+        if isinstance(scheduler, LRScheduler):
+            group["initial_lr"] = scheduler.base_lrs[position] = new
+
+
+def check_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuse to go on with a run under settings that would change its meaning.
+
+    Args:
+        saved: Settings of the checkpoint.
+        current: The same settings of this module.
+
+    Raises:
+        ValueError: If one differs; it is named with both values.
+    """
+    for name, value in current.items():
+        if saved.get(name) != value:
+            raise ValueError(
+                f"{name}={value!r} differs from the checkpoint's {name}={saved.get(name)!r}: going on would mix two runs."
+                " Use the checkpoint's value, or start a new run without ckpt_path."
+            )
+
+
+def _fixed_settings(module: CooperativeModule) -> dict[str, Any]:
+    return {name: to_plain(module.hparams[name]) for name in module.fixed_settings}
+
+
+def _trained_names(module: CooperativeModule) -> list[str]:
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]

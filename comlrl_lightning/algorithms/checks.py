@@ -1,0 +1,84 @@
+"""Checks of arguments that every algorithm shares, made before any weight is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
+"""Makes an optimizer from parameter groups."""
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+"""Makes a learning-rate schedule, stepped once per optimizer step."""
+
+
+def check_at_least(minimum: float, **values: float | None) -> None:
+    """Refuse numbers below a minimum, NaN and infinity; None passes."""
+    for name, value in values.items():
+        if value is not None and not (math.isfinite(value) and value >= minimum):
+            raise ValueError(f"{name}={value!r} is out of range. Use a number of at least {minimum:g}.")
+
+
+def check_positive(**values: float | None) -> None:
+    """Refuse numbers that are not above zero; None passes."""
+    for name, value in values.items():
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name}={value!r} is out of range. Use a number above 0.")
+
+
+def check_share(**values: float) -> None:
+    """Refuse numbers outside 0 to 1."""
+    for name, value in values.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name}={value!r} is out of range. Use a number from 0 to 1.")
+
+
+def check_choice(choices: Sequence[Any], **values: Any) -> None:
+    """Refuse anything that is not one of the choices."""
+    for name, value in values.items():
+        if not any(value is choice or value == choice for choice in choices):
+            allowed = ", ".join(repr(choice) for choice in choices)
+            raise ValueError(f"{name}={value!r} is unknown. Use one of {allowed}.")
+
+
+def learning_rates(value: float | Sequence[float] | None, default: float, num_agents: int) -> list[float]:
+    """`[N]` learning rate of each agent.
+
+    Args:
+        value: One for all agents, one per agent, or None for the default.
+        default: What None means.
+        num_agents: N.
+    """
+    rates = [default] if value is None else [value] if isinstance(value, int | float) else list(value)
+    if len(rates) not in (1, num_agents):
+        raise ValueError(
+            f"agent_learning_rate={value!r} has {len(rates)} entries for {num_agents} agents. Give one, or one per agent."
+        )
+    for rate in rates:
+        check_at_least(0.0, agent_learning_rate=rate)
+    return rates * num_agents if len(rates) == 1 else rates
+
+
+def check_optimizer(optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory | None) -> None:
+    """Try both factories on a parameter of no consequence.
+
+    Raises:
+        ValueError: If the optimizer brings its own learning rate, or the schedule waits for a metric.
+    """
+    trial = optimizer([{"params": [torch.nn.Parameter(torch.zeros(1))]}])
+    if not isinstance(trial, Optimizer):
+        raise ValueError(f"optimizer={optimizer!r} returns {type(trial).__name__}. Return a torch.optim.Optimizer.")
+    default = type(trial)([torch.nn.Parameter(torch.zeros(1))]).defaults.get("lr")
+    if trial.defaults.get("lr") != default:
+        raise ValueError(
+            f"optimizer sets lr={trial.defaults['lr']!r}. Leave the learning rate out of it and use agent_learning_rate."
+        )
+    if lr_scheduler is not None and isinstance(lr_scheduler(trial), ReduceLROnPlateau):
+        raise ValueError(
+            "lr_scheduler is ReduceLROnPlateau, which waits for a metric, while schedules step once per optimizer step."
+            " Use another schedule, for example torch.optim.lr_scheduler.LinearLR."
+        )

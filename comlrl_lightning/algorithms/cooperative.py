@@ -1,0 +1,339 @@
+"""The base class of all algorithms: rollouts in `training_step`, a buffer, updates, evaluation and checkpoints."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from typing_extensions import override
+
+from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
+from comlrl_lightning.agents.team import AgentTeam
+from comlrl_lightning.algorithms.checkpoint import load_run, restore_run, save_run
+from comlrl_lightning.algorithms.checks import (
+    OptimizerFactory,
+    SchedulerFactory,
+    check_at_least,
+    check_optimizer,
+    check_share,
+    learning_rates,
+)
+from comlrl_lightning.algorithms.construction import task_interface
+from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain, to_plain
+from comlrl_lightning.algorithms.learners import GroupRelativeLearner
+from comlrl_lightning.algorithms.recording import prediction, record_collection, record_final_rewards, record_nodes
+from comlrl_lightning.algorithms.settings import PolicySettings, UpdateSettings
+from comlrl_lightning.algorithms.updating import BufferedUpdates
+from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.distributed import gather_objects, sum_over_ranks
+from comlrl_lightning.metrics import MetricTable, evaluation_keys, training_keys
+from comlrl_lightning.rollouts.buffer import CreditedNode, assign_credit
+from comlrl_lightning.rollouts.collect import Collector, RolloutShape
+from comlrl_lightning.rollouts.types import RolloutListener, Rollouts, merge_rollouts
+
+_TRAIN, _EVALUATE, _PREDICT = range(3)
+"""Stages that keep the random streams of completions apart."""
+
+
+class CooperativeModule(BufferedUpdates):
+    """A team of language models that answers tasks together and learns from one shared reward.
+
+    Args:
+        agents: The language models: `SharedBase` (one frozen base, a LoRA adapter per agent) or `Separate` (own weights
+            per agent). Weights load in `configure_model`.
+        reward_func: ``reward_func(*completions, batch_items=[item])`` gets one list of J texts per agent and returns J
+            finite rewards. Keywords ``batch_items``, ``prompts`` and ``turn`` are passed if its signature has them.
+        formatters: None (prompts are ``item["prompt"]``), one function for all agents, or one per agent; each returns a
+            text or chat messages.
+        reward_processor: Maps each reward before training, for example ``RewardProcessors.scale(factor=10.0)``.
+        external_transition: Returns the N next prompts after a joint completion; needed when ``num_turns > 1``.
+        external_prompt_passthrough: Use the transition's prompts as they are, without the formatters.
+        num_turns: T, the largest number of turns per task item.
+        num_generations: K, completions per agent and node, on each rank.
+        discount: Factor per turn of later rewards in a return, from 0 to 1.
+        early_termination_threshold: A node whose mean processed reward exceeds it is not continued. None: never.
+        max_nodes: Largest number of nodes that one task item may grow to; a larger tree is refused at construction.
+        sampling: How completions are sampled in training.
+        eval_sampling: How they are sampled in evaluation. None: as in training.
+        reference_kl_coef: Weight, per nat of sequence KL to the reference policy, in the advantage. 0: no reference.
+        rollout_buffer_size: Nodes, over all ranks, that are collected before an update. None: those of one batch.
+        train_batch_size: Nodes, over all ranks, per optimizer step. None: the whole buffer.
+        num_inner_epochs: Passes over the buffer per update.
+        clip_epsilon: Importance ratios are clipped below ``1 - clip_epsilon``. None: no clipping.
+        clip_epsilon_high: And above ``1 + clip_epsilon_high``. None: `clip_epsilon`.
+        importance_level: One importance ratio per ``"token"`` or per ``"sequence"``.
+        entropy_coef: Weight, per nat, of the entropy summed over a completion's tokens; it rewards diversity.
+        agent_learning_rate: One for all agents or one per agent. None: 1e-4 with LoRA, 5e-6 without.
+        optimizer: Makes the optimizer from parameter groups, one per agent; without a learning rate of its own.
+        lr_scheduler: Makes a learning-rate schedule that steps once per optimizer step. None: constant.
+        max_grad_norm: Largest gradient norm, per agent. None: no clipping.
+        micro_batch_tokens: Padded tokens per forward and backward pass; changes memory and speed, never the result.
+        logging_steps: At least so many env_steps lie between two training logs.
+        on_nonfinite: ``"raise"`` stops at a loss or gradient that is not finite, ``"skip"`` leaves that update out and
+            counts it in ``nonfinite_updates``.
+        seed: Seeds every sampled completion together with its epoch, item, path, agent and sample.
+    """
+
+    fixed_settings: tuple[str, ...] = (
+        "agents",
+        "num_turns",
+        "num_generations",
+        "discount",
+        "early_termination_threshold",
+        "sampling",
+        "importance_level",
+        "seed",
+    )
+    """Settings that must not change when a run goes on from a checkpoint."""
+
+    def __init__(
+        self,
+        agents: SharedBase | Separate,
+        reward_func: Callable[..., Any],
+        formatters: Callable[..., Any] | list[Callable[..., Any]] | None = None,
+        reward_processor: Callable[[float], float] | None = None,
+        external_transition: Callable[..., Any] | None = None,
+        external_prompt_passthrough: bool = False,
+        num_turns: int = 1,
+        num_generations: int = 4,
+        discount: float = 1.0,
+        early_termination_threshold: float | None = None,
+        max_nodes: int = 4096,
+        sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
+        eval_sampling: Sampling | None = None,
+        reference_kl_coef: float = 0.0,
+        rollout_buffer_size: int | None = None,
+        train_batch_size: int | None = None,
+        num_inner_epochs: int = 1,
+        clip_epsilon: float | None = None,
+        clip_epsilon_high: float | None = None,
+        importance_level: Literal["token", "sequence"] = "token",
+        entropy_coef: float = 0.0,
+        agent_learning_rate: float | list[float] | None = None,
+        optimizer: OptimizerFactory = torch.optim.AdamW,
+        lr_scheduler: SchedulerFactory | None = None,
+        max_grad_norm: float | None = 1.0,
+        micro_batch_tokens: int = 4096,
+        logging_steps: int = 1,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
+        seed: int = 0,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        super().__init__()
+        self.save_hyperparameters(to_plain(given))
+        self.automatic_optimization = False
+        self.strict_loading = False  # frozen weights are not in checkpoints; `on_load_checkpoint` checks the rest
+        self.agents: SharedBase | Separate = from_plain("agents", agents)
+        self.sampling: Sampling = from_plain("sampling", sampling)
+        self.eval_sampling: Sampling = from_plain("eval_sampling", eval_sampling) or self.sampling
+        self.shape = RolloutShape(num_generations, num_turns, "aligned", early_termination_threshold)
+        self.policy = PolicySettings(
+            self.sampling.temperature,
+            reference_kl_coef,
+            clip_epsilon,
+            clip_epsilon_high,
+            importance_level,
+            entropy_coef,
+        )
+        self.updates = UpdateSettings(
+            rollout_buffer_size,
+            train_batch_size,
+            num_inner_epochs,
+            max_grad_norm,
+            micro_batch_tokens,
+            logging_steps,
+            on_nonfinite,
+        )
+        check_share(discount=discount)
+        check_at_least(1, max_nodes=max_nodes)
+        self.discount, self.max_nodes, self.seed = discount, max_nodes, seed
+        self.num_agents, self.num_turns = self.agents.num_agents, num_turns
+        self.interface = task_interface(given, self.num_agents)
+        self._set_up_optimizer(agent_learning_rate, optimizer, lr_scheduler)
+        self._set_up_state()
+
+    def _set_up_optimizer(
+        self,
+        agent_learning_rate: float | list[float] | None,
+        optimizer: OptimizerFactory,
+        lr_scheduler: SchedulerFactory | None,
+    ) -> None:
+        default = 5e-6 if self.agents.lora is None else 1e-4
+        self.learning_rates = learning_rates(agent_learning_rate, default, self.num_agents)
+        self.optimizer: OptimizerFactory = callable_from_plain("optimizer", optimizer)
+        self.lr_scheduler: SchedulerFactory | None = callable_from_plain("lr_scheduler", lr_scheduler)
+        check_optimizer(self.optimizer, self.lr_scheduler)
+
+    def _set_up_state(self) -> None:
+        with_kl, parts = self.policy.reference_kl_coef > 0, self.interface.reward.part_names
+        self.training_metrics = MetricTable(training_keys(self.num_turns, self.num_agents, with_kl, parts))
+        self.evaluation_metrics = MetricTable(evaluation_keys(self.num_turns, with_kl, parts), prefix="eval/")
+        self.env_step = 0
+        self.update_step = 0
+        self.eval_seed: int | None = None
+        self.rollouts: Rollouts | None = None
+        self.buffer: list[CreditedNode] = []
+        self._evaluated: list[Rollouts] = []
+        self.last_log = (0, 0)
+        self._resumed: dict[str, Any] | None = None
+
+    @abstractmethod
+    def build_learner(self, team: AgentTeam) -> GroupRelativeLearner:
+        """The credit and the loss of this algorithm."""
+
+    @override
+    def configure_callbacks(self) -> Sequence[Callback] | Callback:
+        # The only hook of the module that runs before Lightning refuses these flags without naming ours.
+        if self.trainer.gradient_clip_val is not None:
+            raise ValueError(
+                f"Trainer(gradient_clip_val={self.trainer.gradient_clip_val!r}) does not know about agents."
+                " Leave it out and use max_grad_norm, which clips each agent by itself."
+            )
+        if self.trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"Trainer(accumulate_grad_batches={self.trainer.accumulate_grad_batches!r}) does not know about buffers."
+                " Leave it out and use rollout_buffer_size and train_batch_size (nodes per update) or micro_batch_tokens"
+                " (memory)."
+            )
+        return []
+
+    @override
+    def configure_model(self) -> None:
+        if self._modules.get("team") is not None:
+            return
+        self.team = AgentTeam.build(self.agents)
+        if self.policy.reference_kl_coef > 0:
+            self.team.add_reference()
+        self.learner = self.build_learner(self.team)
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        groups = [
+            {"params": list(self._parameters_of(agent).values()), "name": f"agent_{agent}", "lr": rate}
+            for agent, rate in enumerate(self.learning_rates)
+        ]
+        optimizer = self.optimizer(groups)
+        if self.lr_scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.lr_scheduler(optimizer), "name": "lr"}}
+
+    @override
+    def transfer_batch_to_device(self, batch: TaskBatch, device: torch.device, dataloader_idx: int) -> TaskBatch:
+        return batch  # task items are the user's and stay where they are
+
+    @override
+    def on_fit_start(self) -> None:
+        if self.trainer.precision in ("16-mixed", "16-true"):
+            raise ValueError(
+                f"Trainer(precision={self.trainer.precision!r}) would need a gradient scaler. Use 'bf16-mixed' or '32-true'."
+            )
+        self.team.train()
+
+    @override
+    def on_train_start(self) -> None:
+        if self._resumed is not None:
+            restore_run(self, self._resumed)
+            self._resumed = None
+
+    @override
+    def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
+        self.rollouts = self._collect(batch, _TRAIN, self.sampling, self.shape)
+        credited = assign_credit(self.rollouts, self.discount)
+        self._record_collection(self.rollouts, credited)
+        self.buffer += credited
+        if self._buffer_is_full() or self.trainer.is_last_batch:
+            self._update()
+        self._log_training()
+        batch.mark_trained(self.trainer.is_last_batch)
+
+    def _collect(self, batch: TaskBatch, stage: int, sampling: Sampling, shape: RolloutShape) -> Rollouts:
+        seed = self.seed if stage == _TRAIN or self.eval_seed is None else self.eval_seed
+        key = (seed, stage, batch.epoch if stage == _TRAIN else 0)
+        collector = Collector(self.team, self.interface, shape, sampling, key, self._show_progress)
+        return collector.collect(batch.items, batch.indices)
+
+    def _show_progress(self, turn: int, rows_running: int) -> None:
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, RolloutListener):
+                callback.on_rollout_progress(turn, rows_running)
+
+    def _record_collection(self, rollouts: Rollouts, credited: Sequence[CreditedNode]) -> None:
+        self.env_step += round(sum_over_ranks(rollouts.num_scored, self.device))
+        record_nodes(self.training_metrics, credited, self.interface.reward.pop_parts())
+        record_collection(self.training_metrics, rollouts)
+
+    def _log_training(self) -> None:
+        scored, updated = self.env_step - self.last_log[0], self.update_step - self.last_log[1]
+        if scored < self.updates.logging_steps and (scored or not updated):
+            return
+        self.last_log = (self.env_step, self.update_step)
+        self.log_now(self.training_metrics.pop())
+
+    def log_now(self, metrics: Mapping[str, float]) -> None:
+        """Write metrics to every logger at the current `env_step`, and to `trainer.callback_metrics`.
+
+        Args:
+            metrics: The same on every rank.
+        """
+        for logger in self.trainer.loggers:
+            logger.log_metrics({**metrics, "env_step": float(self.env_step)}, step=self.env_step)
+            logger.save()
+        for key, value in metrics.items():
+            self.log(key, value, logger=False, batch_size=1, prog_bar=key.endswith("reward_mean"))
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        self._evaluated.clear()
+
+    @override
+    def validation_step(self, batch: TaskBatch, batch_idx: int) -> None:
+        rollouts = self._collect(batch, _EVALUATE, self.eval_sampling, self._single_path)
+        self._evaluated.append(rollouts)
+        credited = assign_credit(rollouts, self.discount)
+        record_nodes(self.evaluation_metrics, credited, self.interface.reward.pop_parts())
+        record_final_rewards(self.evaluation_metrics, rollouts)
+        if self.policy.reference_kl_coef > 0:
+            self.learner.record_kl(self.evaluation_metrics, [entry.node for entry in credited])
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        metrics = self.evaluation_metrics.pop()
+        if metrics:
+            # "step" is what Lightning takes for the x-axis of its loggers.
+            self.log_dict({**metrics, "env_step": float(self.env_step), "step": float(self.env_step)}, batch_size=1)
+
+    on_test_epoch_start = on_validation_epoch_start
+    test_step = validation_step
+    on_test_epoch_end = on_validation_epoch_end
+
+    @property
+    def _single_path(self) -> RolloutShape:
+        """One completion per agent and turn."""
+        return replace(self.shape, num_generations=1, joint_mode="aligned")
+
+    def evaluation_rollouts(self) -> Rollouts:
+        """Everything that the running evaluation has sampled, from all ranks in item order. Call it on every rank."""
+        return merge_rollouts(gather_objects(self._evaluated))
+
+    @override
+    def predict_step(self, batch: TaskBatch, batch_idx: int) -> list[dict[str, Any]]:
+        rollouts = self._collect(batch, _PREDICT, self.eval_sampling, self._single_path)
+        return [prediction(rollouts, node) for node in rollouts.nodes]
+
+    def save_agents(self, folder: str | Path) -> None:
+        """Write ``agent_0/``, ``agent_1/`` ...: standard PEFT or model folders with their tokenizers."""
+        self.team.save(folder)
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        save_run(self, checkpoint)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._resumed = load_run(self, checkpoint)

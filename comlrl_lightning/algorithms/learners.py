@@ -1,0 +1,287 @@
+"""Credit and loss as plain objects: what a team learns from a buffer, whoever drives the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from comlrl_lightning.agents.team import AgentTeam
+from comlrl_lightning.algorithms.settings import PolicySettings
+from comlrl_lightning.distributed import all_reduce_sum
+from comlrl_lightning.functional import (
+    Baseline,
+    Normalization,
+    batch_moments,
+    batch_rms,
+    group_advantages,
+    kl_estimate,
+    policy_loss,
+    sequence_kl,
+    subtract_kl,
+)
+from comlrl_lightning.metrics import MetricTable, agent_key, turn_key
+from comlrl_lightning.rollouts.buffer import CreditedNode
+from comlrl_lightning.rollouts.types import Completion, Node
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRow:
+    """One completion with what the policy loss needs to know of it."""
+
+    completion: Completion
+    advantage: float
+    scale: float
+    """Weight of this completion's loss in the sum over the mini-batch."""
+    old_log_probs: Tensor | None
+    """`[C]` log-probabilities before the first update on this buffer; None when there is one update only."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedNode:
+    """The completions of a node that have a gradient. A node without any still counts in the mini-batch's mean."""
+
+    rows: tuple[PolicyRow, ...]
+
+
+@dataclass(slots=True)
+class UpdateStats:
+    """Sums over the rows of one optimizer step, one entry per agent."""
+
+    num_agents: int
+    loss: Tensor = field(init=False)
+    sums: Tensor = field(init=False)
+    """`[N, 7]` tokens, clipped tokens, entropy, sampler gap, completions, ratios, squared ratios."""
+
+    def __post_init__(self) -> None:
+        self.loss = torch.zeros(self.num_agents, dtype=torch.float64)
+        self.sums = torch.zeros(self.num_agents, 7, dtype=torch.float64)
+
+    def add(self, agents: Tensor, losses: Tensor, columns: Sequence[Tensor]) -> None:
+        """Add the `[R]` losses and `[R]` columns of the rows of `[R]` agents."""
+        self.loss.index_add_(0, agents, losses.detach().double().cpu())
+        rows = torch.stack([column.detach().double().cpu() for column in columns], dim=1)
+        self.sums.index_add_(0, agents, rows)
+
+    def record(self, table: MetricTable, num_nodes: int) -> None:
+        """Write the means of this optimizer step to the metrics."""
+        for agent in range(self.num_agents):
+            table.update(agent_key(agent, "loss"), self.loss[agent] / max(num_nodes, 1), float(num_nodes))
+            tokens, clipped, entropy, gap, completions, ratios, squared_ratios = self.sums[agent].tolist()
+            if tokens:
+                table.update(agent_key(agent, "clip_share"), clipped / tokens, tokens)
+                table.update(agent_key(agent, "entropy"), entropy / tokens, tokens)
+                table.update(agent_key(agent, "sampler_gap"), gap / tokens, tokens)
+                share = ratios**2 / (completions * squared_ratios)
+                table.update(agent_key(agent, "effective_sample_size"), share, completions)
+
+
+class GroupRelativeLearner:
+    """Critic-free policy gradients: returns of a group against a baseline from the same group.
+
+    Args:
+        team: The agents.
+        settings: Settings of the policy loss.
+        baseline: What is subtracted from the returns of a group.
+        normalization: What the advantages are divided by.
+        micro_batch_tokens: Padded tokens per forward pass.
+        table: Where metrics go.
+    """
+
+    def __init__(
+        self,
+        team: AgentTeam,
+        settings: PolicySettings,
+        baseline: Baseline,
+        normalization: Normalization,
+        micro_batch_tokens: int,
+        table: MetricTable,
+    ) -> None:
+        self.team = team
+        self.settings = settings
+        self.baseline: Baseline = baseline
+        self.normalization: Normalization = normalization
+        self.micro_batch_tokens = micro_batch_tokens
+        self.table = table
+
+    def prepare(self, buffer: Sequence[CreditedNode], num_turns: int, stale: bool) -> list[PreparedNode]:
+        """Advantages, scales and old log-probs of a whole buffer. Call it on every rank.
+
+        Args:
+            buffer: Nodes of this rank.
+            num_turns: T, the same on every rank.
+            stale: Whether more than one optimizer step will use the buffer.
+
+        Returns:
+            One entry per node, in order.
+        """
+        completions = [one for entry in buffer for group in entry.node.completions for one in group]
+        with_kl = self.settings.reference_kl_coef > 0
+        current = self.score(completions) if stale or with_kl else []
+        nodes = [entry.node for entry in buffer]
+        kappa = self._record_kl(self.table, nodes, *self.kl(completions, current)) if with_kl else None
+        advantages = self._advantages(buffer, num_turns, kappa)
+        mean_weight = self._mean_weight(buffer)
+        old = iter(current if stale else [None] * len(completions))
+        prepared = []
+        for entry, values in zip(buffer, advantages, strict=True):
+            rows: list[PolicyRow] = []
+            for agent, group in enumerate(entry.node.completions):
+                scale = entry.weight / mean_weight / len(group)
+                silent = self._is_silent(values[agent])
+                self.table.update(agent_key(agent, "zero_advantage_share"), float(not values[agent].any()))
+                candidates = [
+                    PolicyRow(one, float(advantage), scale, next(old))
+                    for one, advantage in zip(group, values[agent], strict=True)
+                ]
+                rows += [] if silent else candidates
+            prepared.append(PreparedNode(tuple(rows)))
+        return prepared
+
+    def loss(self, rows: Sequence[PolicyRow], stats: UpdateStats) -> Tensor:
+        """`[]` sum of the scaled losses of some completions; divide by the nodes of the mini-batch, not here.
+
+        Args:
+            rows: Completions of any agents.
+            stats: Gets the sums to log.
+        """
+        settings = self.settings
+        scores = self.team.log_probs([row.completion for row in rows], temperature=settings.temperature)
+        like, mask = scores.log_probs, scores.completion_mask
+        advantages = like.new_tensor([row.advantage for row in rows])
+        old = None
+        if rows[0].old_log_probs is not None:
+            old = _pad([row.old_log_probs for row in rows if row.old_log_probs is not None], like)
+        clip = (None, None) if old is None else (settings.clip_epsilon, settings.clip_epsilon_high)
+        policy = policy_loss(
+            like,
+            advantages,
+            mask,
+            old_log_probs=old,
+            clip_epsilon=clip[0],
+            clip_epsilon_high=clip[1],
+            importance_level=settings.importance_level,
+        )
+        entropy = (scores.entropy * mask).sum(1)
+        losses = (policy.loss - settings.entropy_coef * entropy) * like.new_tensor([row.scale for row in rows])
+        sampler = _pad([torch.tensor(row.completion.log_probs) for row in rows], like)
+        gap = ((like.detach() - sampler).abs() * mask).sum(1)
+        ratio = torch.ones_like(gap) if old is None else ((like.detach() - old) * mask).sum(1).exp()
+        agents = torch.tensor([row.completion.agent for row in rows])
+        counts = (policy.num_tokens, policy.num_clipped, entropy, gap, torch.ones_like(gap), ratio, ratio.square())
+        stats.add(agents, losses, counts)
+        return losses.sum()
+
+    @torch.no_grad()
+    def score(self, completions: Sequence[Completion], reference: bool = False) -> list[Tensor]:
+        """`[C]` log-probabilities of each completion, by the code path of the update.
+
+        Args:
+            completions: Completions of any agents.
+            reference: Score under the reference policy.
+        """
+        scored: list[Tensor] = [torch.empty(0)] * len(completions)
+        for batch in micro_batches(completions, self.micro_batch_tokens):
+            chosen = [completions[position] for position in batch]
+            scores = self.team.log_probs(chosen, temperature=self.settings.temperature, reference=reference)
+            for row, position in enumerate(batch):
+                scored[position] = scores.log_probs[row, : len(completions[position].token_ids)]
+        return scored
+
+    def kl(self, completions: Sequence[Completion], current: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """`[R]` kappa and `[R]` estimate of the sequence KL to the reference policy, in nats.
+
+        Args:
+            completions: `[R]` completions of any agents.
+            current: `[R][C]` log-probabilities under the policy.
+        """
+        reference = self.score(completions, reference=True)
+        if not completions:
+            return torch.empty(0), torch.empty(0)
+        log_probs, reference_log_probs = _pad(current, current[0]), _pad(reference, current[0])
+        lengths = torch.tensor([len(one.token_ids) for one in completions], device=log_probs.device)
+        mask = torch.arange(log_probs.shape[1], device=log_probs.device) < lengths[:, None]
+        return sequence_kl(log_probs, reference_log_probs, mask), kl_estimate(log_probs, reference_log_probs, mask)
+
+    def record_kl(self, table: MetricTable, nodes: Sequence[Node]) -> list[Tensor]:
+        """Log the reference KL of some nodes, scored anew.
+
+        Returns:
+            `[nodes][N, K]` kappa in float64.
+        """
+        completions = [one for node in nodes for group in node.completions for one in group]
+        return self._record_kl(table, nodes, *self.kl(completions, self.score(completions)))
+
+    def _record_kl(self, table: MetricTable, nodes: Sequence[Node], kappa: Tensor, estimate: Tensor) -> list[Tensor]:
+        per_node, first = [], 0
+        for node in nodes:
+            shape = (len(node.completions), len(node.completions[0]))
+            last = first + shape[0] * shape[1]
+            penalty = self.settings.reference_kl_coef * kappa[first:last]
+            table.update(turn_key(node.turn, "reference_kl_mean"), estimate[first:last].mean(), last - first)
+            table.update(turn_key(node.turn, "reference_kl_penalty_mean"), penalty.mean(), last - first)
+            per_node.append(kappa[first:last].reshape(shape).double().cpu())
+            first = last
+        return per_node
+
+    def _advantages(
+        self, buffer: Sequence[CreditedNode], num_turns: int, kappa: Sequence[Tensor] | None
+    ) -> list[Tensor]:
+        """`[nodes][N, K]` advantages in float64."""
+        settings, num_agents = self.settings, self.team.num_agents
+        returns = [torch.tensor(entry.returns, dtype=torch.float64) for entry in buffer]
+        moments = torch.zeros(num_turns, num_agents, 2, dtype=torch.float64)
+        for entry, values in zip(buffer, returns, strict=True):
+            for agent in range(num_agents):
+                moments[entry.node.turn - 1, agent] += batch_moments(values[agent][None])
+        if self.normalization == "batch":
+            moments = all_reduce_sum(moments.to(self.team.device)).cpu()
+        advantages = []
+        for position, (entry, values) in enumerate(zip(buffer, returns, strict=True)):
+            rows = [
+                group_advantages(
+                    values[agent][None],
+                    self.baseline,
+                    self.normalization,
+                    rms=batch_rms(moments[entry.node.turn - 1, agent]),
+                )
+                for agent in range(num_agents)
+            ]
+            result = torch.cat(rows)
+            if kappa is not None:
+                result = subtract_kl(result, kappa[position], settings.reference_kl_coef, self.baseline)
+            advantages.append(result)
+        return advantages
+
+    def _mean_weight(self, buffer: Sequence[CreditedNode]) -> float:
+        totals = torch.tensor([sum(entry.weight for entry in buffer), len(buffer)], dtype=torch.float64)
+        weight, count = all_reduce_sum(totals.to(self.team.device)).tolist()
+        return weight / count if count else 1.0
+
+    def _is_silent(self, advantages: Tensor) -> bool:
+        """Whether a group has no gradient at all, so that its forward pass can be left out."""
+        return self.settings.entropy_coef == 0 and not advantages.any()
+
+
+def micro_batches(completions: Sequence[Completion], token_budget: int) -> list[list[int]]:
+    """Positions of completions of similar length, cut so that a padded batch stays within the token budget.
+
+    Args:
+        completions: Completions of any agents.
+        token_budget: Padded tokens per batch; a longer completion gets a batch of its own.
+    """
+    lengths = [len(one.prompt_ids) + len(one.token_ids) for one in completions]
+    batches: list[list[int]] = []
+    for position in sorted(range(len(completions)), key=lambda row: (lengths[row], row)):
+        if batches and (len(batches[-1]) + 1) * lengths[position] <= token_budget:
+            batches[-1].append(position)
+        else:
+            batches.append([position])
+    return batches
+
+
+def _pad(rows: Sequence[Tensor], like: Tensor) -> Tensor:
+    """`[R, C]` rows filled up with zeros on the right, with the dtype and device of `like`."""
+    return torch.nn.utils.rnn.pad_sequence([row.to(like) for row in rows], batch_first=True)

@@ -1,0 +1,50 @@
+"""From rollouts to metric values and prediction records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from comlrl_lightning.metrics import MetricTable, agent_key, part_key, turn_key
+from comlrl_lightning.rollouts.buffer import CreditedNode
+from comlrl_lightning.rollouts.types import Node, Rollouts
+
+
+def record_nodes(table: MetricTable, credited: Sequence[CreditedNode], parts: Mapping[str, float]) -> None:
+    """Rewards and returns of every joint completion, per turn, and the means of the parts of their rewards."""
+    num_scored = float(sum(len(entry.node.rewards) for entry in credited))
+    for name, value in parts.items():
+        table.update(part_key(name), value, num_scored)
+    for entry in credited:
+        for reward, expected in zip(entry.node.rewards, entry.joint_returns, strict=True):
+            table.update(turn_key(entry.node.turn, "reward_mean"), reward)
+            table.update(turn_key(entry.node.turn, "expected_return"), expected)
+
+
+def record_collection(table: MetricTable, rollouts: Rollouts) -> None:
+    """Lengths of the completions and times of the collection."""
+    for node in rollouts.nodes:
+        for agent, group in enumerate(node.completions):
+            for completion in group:
+                table.update(agent_key(agent, "completion_tokens"), len(completion.token_ids))
+                table.update(agent_key(agent, "truncated_share"), float(completion.truncated))
+    table.update("time/generation", rollouts.generation_seconds)
+    table.update("time/reward", rollouts.reward_seconds)
+
+
+def record_final_rewards(table: MetricTable, rollouts: Rollouts) -> None:
+    """The reward of the last turn that each item reached; every item has one path."""
+    last = {node.task: node.rewards[0] for node in rollouts.nodes}
+    for reward in last.values():
+        table.update("final_reward_mean", reward)
+
+
+def prediction(rollouts: Rollouts, node: Node) -> dict[str, Any]:
+    """A joint completion as plain values: dataset index, turn, prompts, completions and reward."""
+    return {
+        "index": rollouts.indices[node.task],
+        "turn": node.turn,
+        "prompts": list(node.prompts),
+        "completions": [completion.text for completion in node.joint_completion(0)],
+        "reward": node.rewards[0],
+    }

@@ -1,0 +1,63 @@
+"""Groups of hyperparameters that travel together, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from comlrl_lightning.algorithms.checks import check_at_least, check_choice, check_positive
+from comlrl_lightning.functional import ImportanceLevel
+
+OnNonfinite = Literal["raise", "skip"]
+"""What happens to an update whose loss or gradient is not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """Settings of the policy loss, as `CooperativeModule` documents them."""
+
+    temperature: float
+    reference_kl_coef: float
+    clip_epsilon: float | None
+    clip_epsilon_high: float | None
+    importance_level: ImportanceLevel
+    entropy_coef: float
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError(
+                f"sampling.temperature={self.temperature!r} samples greedily, which leaves nothing to learn from."
+                " Use a temperature above 0 in sampling and, if you like, 0 in eval_sampling."
+            )
+        check_at_least(0.0, reference_kl_coef=self.reference_kl_coef, entropy_coef=self.entropy_coef)
+        check_positive(clip_epsilon=self.clip_epsilon, clip_epsilon_high=self.clip_epsilon_high)
+        if self.clip_epsilon is not None and self.clip_epsilon >= 1:
+            raise ValueError(f"clip_epsilon={self.clip_epsilon!r} is out of range. Use a number below 1, such as 0.2.")
+        if self.clip_epsilon is None and self.clip_epsilon_high is not None:
+            raise ValueError(f"clip_epsilon_high={self.clip_epsilon_high!r} needs clip_epsilon. Give both.")
+        check_choice(("token", "sequence"), importance_level=self.importance_level)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """Settings of the buffer and of the optimizer steps, as `CooperativeModule` documents them."""
+
+    rollout_buffer_size: int | None
+    train_batch_size: int | None
+    num_inner_epochs: int
+    max_grad_norm: float | None
+    micro_batch_tokens: int
+    logging_steps: int
+    on_nonfinite: OnNonfinite
+
+    def __post_init__(self) -> None:
+        check_at_least(
+            1,
+            rollout_buffer_size=self.rollout_buffer_size,
+            train_batch_size=self.train_batch_size,
+            num_inner_epochs=self.num_inner_epochs,
+            micro_batch_tokens=self.micro_batch_tokens,
+            logging_steps=self.logging_steps,
+        )
+        check_positive(max_grad_norm=self.max_grad_norm)
+        check_choice(("raise", "skip"), on_nonfinite=self.on_nonfinite)

@@ -1,0 +1,128 @@
+"""Updates from a buffer: mini-batches of nodes, one optimizer step each, gradients averaged over ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
+
+from comlrl_lightning.agents.team import AgentTeam
+from comlrl_lightning.algorithms.learners import GroupRelativeLearner, PreparedNode, UpdateStats, micro_batches
+from comlrl_lightning.algorithms.optimization import average_gradients, clip_gradients
+from comlrl_lightning.algorithms.settings import PolicySettings, UpdateSettings
+from comlrl_lightning.distributed import max_over_ranks, sum_over_ranks, world_size
+from comlrl_lightning.metrics import MetricTable, agent_key
+from comlrl_lightning.rollouts.buffer import CreditedNode
+
+
+class BufferedUpdates(LightningModule):
+    """The half of a cooperative module that learns: whoever fills the buffer, this empties it."""
+
+    policy: PolicySettings
+    updates: UpdateSettings
+    training_metrics: MetricTable
+    buffer: list[CreditedNode]
+    seed: int
+    env_step: int
+    update_step: int
+    num_agents: int
+    num_turns: int
+    team: AgentTeam
+    learner: GroupRelativeLearner
+
+    def _parameters_of(self, agent: int) -> Mapping[str, Parameter]:
+        parameters = self.team.agent_parameters(agent)
+        if not parameters:
+            raise ValueError(f"Agent {agent} has no trainable parameters. Give it LoRA settings or trainable weights.")
+        return parameters
+
+    def _buffer_is_full(self) -> bool:
+        """Whether the buffers of all ranks together hold enough; the same answer on every rank."""
+        size = sum_over_ranks(len(self.buffer), self.device)
+        return size > 0 and size >= (self.updates.rollout_buffer_size or 0)
+
+    def _update(self) -> None:
+        """Learn from the whole buffer and empty it."""
+        started = time.perf_counter()
+        updates = self.updates
+        per_rank = None if updates.train_batch_size is None else max(1, updates.train_batch_size // world_size())
+        largest = max_over_ranks(len(self.buffer), self.device)
+        if not largest:
+            return
+        num_batches = 1 if per_rank is None else -(-largest // per_rank)
+        stale = num_batches * updates.num_inner_epochs > 1
+        if stale and self.policy.clip_epsilon is None:
+            rank_zero_warn(
+                f"{num_batches * updates.num_inner_epochs} optimizer steps use the same rollouts without clipping."
+                " Give clip_epsilon, for example 0.2, or use num_inner_epochs=1 and train_batch_size=None."
+            )
+        prepared = self.learner.prepare(self.buffer, self.num_turns, stale)
+        for inner_epoch in range(updates.num_inner_epochs):
+            order = self._order(len(prepared), inner_epoch) if num_batches > 1 else list(range(len(prepared)))
+            size = per_rank or max(len(prepared), 1)
+            for batch in range(num_batches):
+                self._optimizer_step([prepared[node] for node in order[batch * size : (batch + 1) * size]])
+        self.buffer.clear()
+        self.training_metrics.update("time/update", time.perf_counter() - started)
+
+    def _order(self, num_nodes: int, inner_epoch: int) -> list[int]:
+        """Order of the nodes in one pass over the buffer, from its own random stream."""
+        generator = torch.Generator().manual_seed(hash((self.seed, self.env_step, inner_epoch)) % 2**63)
+        return torch.randperm(num_nodes, generator=generator).tolist()
+
+    def _optimizer_step(self, nodes: Sequence[PreparedNode]) -> None:
+        """One step of the optimizer on a mini-batch of this rank's nodes, which may be empty."""
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, LightningOptimizer)
+        optimizer.zero_grad(set_to_none=True)
+        stats = UpdateStats(self.num_agents)
+        rows = [row for node in nodes for row in node.rows]
+        for positions in micro_batches([row.completion for row in rows], self.updates.micro_batch_tokens):
+            self._backward(self.learner.loss([rows[position] for position in positions], stats))
+        stats.record(self.training_metrics, len(nodes))
+        groups = [list(self._parameters_of(agent).values()) for agent in range(self.num_agents)]
+        has_rows = [any(row.completion.agent == agent for row in rows) for agent in range(self.num_agents)]
+        active = average_gradients(groups, len(nodes), has_rows)
+        if any(active) and self._clip(groups, active):
+            optimizer.step()
+            self.update_step += 1
+            scheduler = self.lr_schedulers()
+            if isinstance(scheduler, LRScheduler):
+                scheduler.step()
+
+    def _backward(self, loss: Tensor) -> None:
+        """Gradients of this rank alone; `average_gradients` adds the ranks once per optimizer step."""
+        model = self.trainer.strategy.model
+        with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+            self.manual_backward(loss)
+
+    def _clip(self, groups: Sequence[Sequence[Parameter]], active: Sequence[bool]) -> bool:
+        """Clip each agent's gradients; False when they are not finite and the step is to be skipped."""
+        norms = {
+            agent: clip_gradients(groups[agent], self.updates.max_grad_norm)
+            for agent in range(self.num_agents)
+            if active[agent]
+        }
+        broken = [agent for agent, norm in norms.items() if not math.isfinite(norm)]
+        self.training_metrics.update("nonfinite_updates", float(bool(broken)))
+        if broken and self.updates.on_nonfinite == "raise":
+            raise ValueError(
+                f"The gradient of agent {broken[0]} is not finite at env_step {self.env_step}. Lower agent_learning_rate,"
+                " look at the rewards, or leave such updates out with on_nonfinite='skip'."
+            )
+        if broken:
+            rank_zero_warn(f"An update was left out: the gradients of agents {broken} are not finite.")
+            return False
+        for agent, norm in norms.items():
+            self.training_metrics.update(agent_key(agent, "grad_norm"), norm)
+        return True

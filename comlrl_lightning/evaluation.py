@@ -1,0 +1,68 @@
+"""Evaluation outside of a fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from lightning.pytorch import Callback, Trainer
+
+from comlrl_lightning.data import TaskDataModule
+
+if TYPE_CHECKING:
+    from comlrl_lightning.algorithms.cooperative import CooperativeModule
+
+
+def evaluate(
+    module: CooperativeModule,
+    data: TaskDataModule,
+    num_eval_samples: int | None = None,
+    callbacks: Sequence[Callback] | None = None,
+    seed: int | None = None,
+) -> dict[str, float]:
+    """Evaluate a team on the evaluation split, with the trainer and so the metric callbacks of its last fit.
+
+    Args:
+        module: The algorithm, before or after a fit.
+        data: Holds the evaluation split.
+        num_eval_samples: Use the first so many items. None: as the data module says.
+        callbacks: More callbacks, for this evaluation only.
+        seed: Another draw of the sampled completions. None: the draw of every other evaluation of this module.
+
+    Returns:
+        Metric values by key, those of ``trainer.validate``; empty without an evaluation split.
+    """
+    if not data.has_eval:
+        return {}
+    with _settings(module, data, num_eval_samples, seed):
+        trainer = _trainer(module)
+        extra = [callback for callback in callbacks or () if callback not in trainer.callbacks]
+        trainer.callbacks += extra
+        try:
+            results = trainer.validate(module, data, verbose=False)
+        finally:
+            trainer.callbacks = [callback for callback in trainer.callbacks if callback not in extra]
+    return {key: value for key, value in results[0].items() if key.startswith("eval/")}
+
+
+def _trainer(module: CooperativeModule) -> Trainer:
+    """The trainer of the last fit, or a plain one that writes nothing."""
+    attached: Trainer | None = module._trainer
+    if attached is not None:
+        return attached
+    return Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+
+
+@contextmanager
+def _settings(
+    module: CooperativeModule, data: TaskDataModule, num_eval_samples: int | None, seed: int | None
+) -> Iterator[None]:
+    former = module.eval_seed, data.eval_num_samples
+    module.eval_seed = seed
+    if num_eval_samples is not None:
+        data.eval_num_samples = num_eval_samples
+    try:
+        yield
+    finally:
+        module.eval_seed, data.eval_num_samples = former
