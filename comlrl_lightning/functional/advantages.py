@@ -54,7 +54,7 @@ def batch_moments(returns: Tensor) -> Tensor:
     Add them over ranks (and over groups of another size), then take `batch_rms`.
 
     Args:
-        returns: `[G, K]` returns of one agent and turn, G groups.
+        returns: `[..., K]` returns of one agent and turn, one group per row.
 
     Returns:
         `[2]` sum of squares and count in float64.
@@ -83,7 +83,7 @@ def group_advantages(
     rms: Tensor | None = None,
     eps: float = 1e-4,
 ) -> Tensor:
-    """`[G, K]` advantages ``(R - baseline) / (sigma + eps)``.
+    """`[..., K]` advantages ``(R - baseline) / (sigma + eps)``.
 
     sigma is the population standard deviation of the group's *returns* (``"group"``, as in GRPO), the root mean square
     of the group-centered returns of the buffer (``"batch"``, which leaves a group of nearly equal returns small), or
@@ -91,43 +91,45 @@ def group_advantages(
     four baselines stay different.
 
     Args:
-        returns: `[G, K]` returns of one agent and turn.
+        returns: `[..., K]` returns of one agent and turn, one group per row.
         baseline: What to subtract.
         normalization: What to divide by.
         rms: `[]` result of `batch_rms`, needed for ``"batch"``.
         eps: Added to sigma.
 
     Returns:
-        `[G, K]` advantages.
+        `[..., K]` advantages.
 
     Raises:
-        ValueError: If ``"batch"`` is asked for without `rms`.
+        ValueError: If the normalization is unknown, or ``"batch"`` without `rms`.
     """
     centered = subtract_baseline(returns, baseline)
     if normalization is False:
         return centered
     if normalization == "group":
         return centered / (returns.std(-1, correction=0, keepdim=True) + eps)
+    if normalization != "batch":
+        raise ValueError(f"normalization={normalization!r} is unknown. Use 'group', 'batch' or False.")
     if rms is None:
-        raise ValueError(f"normalization={normalization!r} has no scale. Pass rms=batch_rms(moments).")
-    return centered / (rms.to(centered.dtype) + eps)
+        raise ValueError("normalization='batch' has no scale. Pass rms=batch_rms(moments).")
+    return centered / (rms + eps)
 
 
 def subtract_kl(advantages: Tensor, kappa: Tensor, coefficient: float, baseline: Baseline) -> Tensor:
-    """`[G, K]` normalized advantages minus ``coefficient * (kappa - its baseline)``.
+    """`[..., K]` normalized advantages minus ``coefficient * (kappa - its baseline)``.
 
     The penalty of a completion acts on that completion only, not on earlier turns, and enters no scale. kappa is
     centered as the returns are, on the group mean where their baseline is the maximum. It stays as it is without a
     baseline and in groups of one.
 
     Args:
-        advantages: `[G, K]` advantages of one agent.
-        kappa: `[G, K]` result of `sequence_kl` for the same completions.
+        advantages: `[..., K]` advantages of one agent.
+        kappa: `[..., K]` result of `sequence_kl` for the same completions.
         coefficient: Weight of the penalty.
         baseline: Baseline of the advantages.
 
     Returns:
-        `[G, K]` advantages.
+        `[..., K]` advantages.
     """
     if kappa.shape[-1] == 1:
         baseline = "none"

@@ -50,13 +50,10 @@ def chunked_log_probs(
     def score(hidden: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         return token_log_probs(head(hidden), token_ids, temperature)
 
-    def score_again_in_backward(hidden: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = checkpoint(
-            score, hidden, token_ids, use_reentrant=False, preserve_rng_state=False
-        )
+    def run(*chunk: Tensor) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False)
         return result
 
-    run = score_again_in_backward if torch.is_grad_enabled() else score
     # Splitting nothing gives one empty chunk, so M = 0 needs no case of its own.
     chunks = zip(torch.split(hidden, chunk_size), torch.split(token_ids, chunk_size), strict=True)
     log_probs, entropy = zip(*(run(*chunk) for chunk in chunks), strict=True)
@@ -64,13 +61,13 @@ def chunked_log_probs(
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """`[R]` sum over the positions that count; the others may hold anything, NaN included.
+    """`[...]` sum over the positions that count; the others may hold anything, NaN included.
 
     Args:
-        values: `[R, C]` numbers.
-        mask: `[R, C]` True = counts.
+        values: `[..., C]` numbers.
+        mask: `[..., C]` True = counts.
 
     Returns:
-        `[R]` sums.
+        `[...]` sums.
     """
     return values.masked_fill(~mask, 0.0).sum(-1)

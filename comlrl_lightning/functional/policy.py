@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -56,8 +56,10 @@ def policy_loss(
         `[R]` losses, clipped tokens and tokens.
 
     Raises:
-        ValueError: If a clip is given without old log-probs, or out of range.
+        ValueError: If the level is unknown, or a clip is out of range or given without old log-probs.
     """
+    if importance_level not in get_args(ImportanceLevel):
+        raise ValueError(f"importance_level={importance_level!r} is unknown. Use 'token' or 'sequence'.")
     low, high = _log_ratio_bounds(clip_epsilon, clip_epsilon_high)
     num_tokens = completion_mask.sum(-1)
     if old_log_probs is None:

@@ -54,6 +54,20 @@ def test_each_group_has_its_own_baseline(baseline: Baseline) -> None:
     torch.testing.assert_close(group_advantages(returns, baseline, False), torch.stack((row, row + shift)))
 
 
+@pytest.mark.parametrize("normalization", ["group", False])
+def test_any_number_of_dimensions_may_lead(normalization: Normalization) -> None:
+    returns = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    kappa = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+    together = subtract_kl(group_advantages(returns, "group_mean", normalization), kappa, 0.5, "group_mean")
+    alone = subtract_kl(group_advantages(returns[1, 2], "group_mean", normalization), kappa[1, 2], 0.5, "group_mean")
+    torch.testing.assert_close(together[1, 2], alone)
+    torch.testing.assert_close(batch_moments(returns), sum(batch_moments(group) for group in returns))
+
+
+def test_leave_one_out_of_a_pair_is_the_difference() -> None:
+    torch.testing.assert_close(subtract_baseline(torch.tensor([0.0, 1.0]), "leave_one_out"), torch.tensor([-1.0, 1.0]))
+
+
 def test_leave_one_out_is_a_multiple_of_the_group_mean() -> None:
     returns = torch.tensor([0.3, -1.2, 7.0, 2.5, 2.5])
     expected = subtract_baseline(returns, "group_mean") * 5 / 4
@@ -155,6 +169,12 @@ def test_eps_is_added_to_the_deviation() -> None:
 def test_batch_normalization_without_a_scale_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^normalization='batch' has no scale\. Pass rms=batch_rms\(moments\)\.$"):
         group_advantages(torch.tensor([[0.0, 1.0]]), "group_mean", "batch")
+
+
+def test_an_unknown_normalization_is_refused() -> None:
+    message = r"^normalization=True is unknown\. Use 'group', 'batch' or False\.$"
+    with pytest.raises(ValueError, match=message):
+        group_advantages(torch.tensor([[0.0, 1.0]]), "group_mean", cast(Normalization, True), rms=torch.tensor(1.0))
 
 
 def expected_gradient(success: float, baseline: Baseline) -> float:

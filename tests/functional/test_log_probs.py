@@ -171,5 +171,6 @@ def test_masked_sum_ignores_what_does_not_count() -> None:
     mask = torch.tensor([[True, False, True], [False, False, False]])
     sums = masked_sum(values, mask)
     torch.testing.assert_close(sums, torch.tensor([5.0, 0.0]))
+    torch.testing.assert_close(masked_sum(values[0], mask[0]), torch.tensor(5.0))
     sums.sum().backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(values.grad, torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]))

@@ -103,11 +103,13 @@ def test_the_sequence_level_clips_whole_completions(
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_ratio_of_one_has_the_gradient_of_reinforce(level: ImportanceLevel) -> None:
-    _, expected = loss_and_gradient(NEW, 1.7, None)
-    result, gradient = loss_and_gradient(NEW, 1.7, NEW, clip_epsilon=0.0, importance_level=level)
+@pytest.mark.parametrize("advantage", [1.7, -1.7])
+def test_a_ratio_of_one_has_the_gradient_of_reinforce(level: ImportanceLevel, advantage: float) -> None:
+    # The loss is -A per token. A clip of width 0 stops only what has left the ratio 1.
+    _, expected = loss_and_gradient(NEW, advantage, None)
+    result, gradient = loss_and_gradient(NEW, advantage, NEW, clip_epsilon=0.0, importance_level=level)
     torch.testing.assert_close(gradient, expected)
-    torch.testing.assert_close(result.loss, torch.tensor([-3.4], dtype=torch.float64))  # -1.7 per token
+    torch.testing.assert_close(result.loss, torch.tensor([-2 * advantage], dtype=torch.float64))
     assert result.num_clipped.item() == 0
 
 
@@ -235,3 +237,10 @@ def test_a_clip_out_of_range_is_refused(settings: dict[str, float], message: str
 def test_a_clip_without_old_log_probs_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^clip_epsilon=0\.2 has no ratio to clip\. Pass old_log_probs\.$"):
         loss_and_gradient(NEW, 1.0, None, clip_epsilon=0.2)
+
+
+@pytest.mark.parametrize("old", [None, OLD])
+def test_an_unknown_importance_level_is_refused(old: list[list[float]] | None) -> None:
+    message = r"^importance_level='word' is unknown\. Use 'token' or 'sequence'\.$"
+    with pytest.raises(ValueError, match=message):
+        loss_and_gradient(NEW, 1.0, old, importance_level="word")
