@@ -155,10 +155,10 @@ def finite_floats(values: object, count: int, source: str, place: Place) -> list
     wanted = f"Return a list of {count} finite float{'s' if count > 1 else ''}, one per joint completion."
     if not isinstance(numbers, list | tuple):
         raise ValueError(f"{source} returned {short(values)} for {place}. {wanted}")
-    if len(numbers) != count:
+    if (length := len(numbers)) != count:
         raise ValueError(
-            f"{source} returned {len(numbers)} values for {count} joint completions of {place}: {short(numbers)}. "
-            f"{wanted}"
+            f"{source} returned {length} value{'' if length == 1 else 's'} for {count} joint completions of {place}: "
+            f"{short(numbers)}. {wanted}"
         )
     return [finite_float(number, source, place) for number in numbers]
 
