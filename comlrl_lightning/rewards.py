@@ -8,6 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from comlrl_lightning.calls import Place, UserFunction, finite_floats
+from comlrl_lightning.reward_model import RewardModel
+
+__all__ = [
+    "REWARD_KEYWORDS",
+    "Chain",
+    "Clip",
+    "RewardModel",
+    "RewardProcessor",
+    "RewardProcessors",
+    "Scale",
+    "Shift",
+    "WeightedRewards",
+]
 
 REWARD_KEYWORDS = ("batch_items", "prompts", "turn")
 """Names that a reward function gets by keyword, if its signature has them."""
