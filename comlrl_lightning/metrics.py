@@ -25,9 +25,9 @@ AGENT_METRICS = (
     "effective_sample_size",
     "sampler_gap",
 )
-"""Under ``agent_i/``: policy loss, gradient norm before clipping, tokens per completion, share of completions cut by the
-token limit, share of groups without any advantage, entropy per token in nats, share of clipped tokens, effective sample
-size of the importance ratios as a share, mean absolute difference between the sampler's and the update's log-probs."""
+"""Under ``agent_i/``: policy loss, gradient norm before clipping, tokens per completion, share of completions cut by
+the token limit, share of groups without any advantage, entropy per token in nats, share of clipped tokens, effective
+sample size of the importance ratios as a share, mean absolute gap between the sampler's and the update's log-probs."""
 TIME_METRICS = ("generation", "reward", "update")
 """Under ``time/``: seconds per training step."""
 

@@ -105,8 +105,8 @@ def restore_run(module: CooperativeModule, state: Mapping[str, Any]) -> None:
         restore_global_rng_states(this_rank["rng"])
     else:
         rank_zero_warn(
-            f"The checkpoint was saved by {len(state['ranks'])} processes and {world_size()} go on: buffers are dealt out"
-            " anew and global random states start from their seeds."
+            f"The checkpoint was saved by {len(state['ranks'])} processes and {world_size()} go on: buffers are dealt"
+            " out anew and global random states start from their seeds."
         )
         entries = [entry for saved in state["ranks"] for entry in saved["buffer"]]
         module.buffer = [CreditedNode.from_state(entry) for entry in entries[rank() :: world_size()]]
@@ -140,8 +140,8 @@ def check_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
     for name, value in current.items():
         if saved.get(name) != value:
             raise ValueError(
-                f"{name}={value!r} differs from the checkpoint's {name}={saved.get(name)!r}: going on would mix two runs."
-                " Use the checkpoint's value, or start a new run without ckpt_path."
+                f"{name}={value!r} differs from the checkpoint's {name}={saved.get(name)!r}: going on would mix two"
+                " runs. Use the checkpoint's value, or start a new run without ckpt_path."
             )
 
 

@@ -56,7 +56,8 @@ def learning_rates(value: float | Sequence[float] | None, default: float, num_ag
     rates = [default] if value is None else [value] if isinstance(value, int | float) else list(value)
     if len(rates) not in (1, num_agents):
         raise ValueError(
-            f"agent_learning_rate={value!r} has {len(rates)} entries for {num_agents} agents. Give one, or one per agent."
+            f"agent_learning_rate={value!r} has {len(rates)} entries for {num_agents} agents."
+            " Give one, or one per agent."
         )
     for rate in rates:
         check_at_least(0.0, agent_learning_rate=rate)
@@ -75,7 +76,8 @@ def check_optimizer(optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory 
     default = type(trial)([torch.nn.Parameter(torch.zeros(1))]).defaults.get("lr")
     if trial.defaults.get("lr") != default:
         raise ValueError(
-            f"optimizer sets lr={trial.defaults['lr']!r}. Leave the learning rate out of it and use agent_learning_rate."
+            f"optimizer sets lr={trial.defaults['lr']!r}. Leave the learning rate out of it and use"
+            " agent_learning_rate."
         )
     if lr_scheduler is not None and isinstance(lr_scheduler(trial), ReduceLROnPlateau):
         raise ValueError(

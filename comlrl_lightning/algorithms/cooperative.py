@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from typing_extensions import override
 
@@ -27,7 +28,13 @@ from comlrl_lightning.algorithms.checks import (
 from comlrl_lightning.algorithms.construction import task_interface
 from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain, to_plain
 from comlrl_lightning.algorithms.learners import GroupRelativeLearner
-from comlrl_lightning.algorithms.recording import prediction, record_collection, record_final_rewards, record_nodes
+from comlrl_lightning.algorithms.recording import (
+    prediction,
+    record_collection,
+    record_final_rewards,
+    record_nodes,
+    stops_with_reward,
+)
 from comlrl_lightning.algorithms.settings import PolicySettings, UpdateSettings
 from comlrl_lightning.algorithms.updating import BufferedUpdates
 from comlrl_lightning.data import TaskBatch
@@ -57,11 +64,14 @@ class CooperativeModule(BufferedUpdates):
         num_turns: T, the largest number of turns per task item.
         num_generations: K, completions per agent and node, on each rank.
         discount: Factor per turn of later rewards in a return, from 0 to 1.
-        early_termination_threshold: A node whose mean processed reward exceeds it is not continued. None: never.
+        early_termination_threshold: A node whose mean processed reward exceeds it is not continued, in training and in
+            evaluation. Stopping means reward 0 ever after: with positive rewards it punishes the better branch. None:
+            never.
         max_nodes: Largest number of nodes that one task item may grow to; a larger tree is refused at construction.
         sampling: How completions are sampled in training.
         eval_sampling: How they are sampled in evaluation. None: as in training.
-        reference_kl_coef: Weight, per nat of sequence KL to the reference policy, in the advantage. 0: no reference.
+        reference_kl_coef: Weight, per nat of sequence KL to the reference policy, in the advantage of the completion
+            that has it (a surrogate: earlier turns are not charged for it). 0: no reference policy.
         rollout_buffer_size: Nodes, over all ranks, that are collected before an update. None: those of one batch.
         train_batch_size: Nodes, over all ranks, per optimizer step. None: the whole buffer.
         num_inner_epochs: Passes over the buffer per update.
@@ -181,6 +191,7 @@ class CooperativeModule(BufferedUpdates):
         self.buffer: list[CreditedNode] = []
         self._evaluated: list[Rollouts] = []
         self.last_log = (0, 0)
+        self._warned_of_stops = False
         self._resumed: dict[str, Any] | None = None
 
     @abstractmethod
@@ -197,9 +208,9 @@ class CooperativeModule(BufferedUpdates):
             )
         if self.trainer.accumulate_grad_batches != 1:
             raise ValueError(
-                f"Trainer(accumulate_grad_batches={self.trainer.accumulate_grad_batches!r}) does not know about buffers."
-                " Leave it out and use rollout_buffer_size and train_batch_size (nodes per update) or micro_batch_tokens"
-                " (memory)."
+                f"Trainer(accumulate_grad_batches={self.trainer.accumulate_grad_batches!r}) does not know of buffers."
+                " Leave it out and use rollout_buffer_size and train_batch_size (nodes per update) or"
+                " micro_batch_tokens (memory)."
             )
         return []
 
@@ -231,7 +242,8 @@ class CooperativeModule(BufferedUpdates):
     def on_fit_start(self) -> None:
         if self.trainer.precision in ("16-mixed", "16-true"):
             raise ValueError(
-                f"Trainer(precision={self.trainer.precision!r}) would need a gradient scaler. Use 'bf16-mixed' or '32-true'."
+                f"Trainer(precision={self.trainer.precision!r}) would need a gradient scaler."
+                " Use 'bf16-mixed' or '32-true'."
             )
         self.team.train()
 
@@ -267,6 +279,13 @@ class CooperativeModule(BufferedUpdates):
         self.env_step += round(sum_over_ranks(rollouts.num_scored, self.device))
         record_nodes(self.training_metrics, credited, self.interface.reward.pop_parts())
         record_collection(self.training_metrics, rollouts)
+        if not self._warned_of_stops and stops_with_reward(rollouts, self.shape):
+            self._warned_of_stops = True
+            rank_zero_warn(
+                f"early_termination_threshold={self.shape.early_termination_threshold} stopped a node with a positive mean"
+                " reward: it gets 0 for the turns that it does not play, so that its better start is punished. Shift"
+                " rewards to be at most 0, or leave the threshold out."
+            )
 
     def _log_training(self) -> None:
         scored, updated = self.env_step - self.last_log[0], self.update_step - self.last_log[1]

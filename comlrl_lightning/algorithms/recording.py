@@ -7,6 +7,7 @@ from typing import Any
 
 from comlrl_lightning.metrics import MetricTable, agent_key, part_key, turn_key
 from comlrl_lightning.rollouts.buffer import CreditedNode
+from comlrl_lightning.rollouts.collect import RolloutShape
 from comlrl_lightning.rollouts.types import Node, Rollouts
 
 
@@ -37,6 +38,14 @@ def record_final_rewards(table: MetricTable, rollouts: Rollouts) -> None:
     last = {node.task: node.rewards[0] for node in rollouts.nodes}
     for reward in last.values():
         table.update("final_reward_mean", reward)
+
+
+def stops_with_reward(rollouts: Rollouts, shape: RolloutShape) -> bool:
+    """Whether a node with a positive mean reward ended before its last turn."""
+    return any(
+        node.turn < shape.num_turns and not shape.continues(node.rewards) and sum(node.rewards) > 0
+        for node in rollouts.nodes
+    )
 
 
 def prediction(rollouts: Rollouts, node: Node) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from comlrl_lightning.agents.team import AgentTeam
@@ -19,7 +20,8 @@ class GroupRelativeModule(CooperativeModule):
 
     Args:
         joint_mode: ``"aligned"`` scores the k-th completions of all agents together (J=K); ``"cross"`` scores every
-            combination (J=K^N), which gives each completion the mean over its partners.
+            combination (J=K^N) and gives each completion the mean over its partners. With the group mean as baseline
+            that is the counterfactual baseline; the noise from pairwise interactions falls as 1/K, not 1/K^(N-1).
         advantage_normalization: Divide advantages by the standard deviation of their ``"group"``'s returns, by the root
             mean square over the buffer (``"batch"``), or not at all (False).
     """
@@ -40,6 +42,7 @@ class GroupRelativeModule(CooperativeModule):
         self.shape = replace(self.shape, joint_mode=joint_mode)
         self.advantage_normalization: Literal["group", "batch", False] = advantage_normalization
         self._check_group()
+        self._check_sampling()
         self._check_tree()
 
     def _check_group(self) -> None:
@@ -47,14 +50,27 @@ class GroupRelativeModule(CooperativeModule):
         if self.baseline == "none":
             if self.advantage_normalization == "group":
                 raise ValueError(
-                    f"{name}(advantage_normalization='group') has no baseline: a group of equal returns would be divided"
-                    " by almost nothing. Use 'batch' or False."
+                    f"{name}(advantage_normalization='group') has no baseline: a group of equal returns would be"
+                    " divided by almost nothing. Use 'batch' or False."
                 )
         elif size == 1:
             raise ValueError(
                 f"{name}(num_generations=1) compares a completion with itself, so that every advantage is 0."
                 " Use num_generations >= 2, or MAREINFORCE."
             )
+
+    def _check_sampling(self) -> None:
+        sampling, name = self.sampling, type(self).__name__
+        if sampling.top_p == 1 and sampling.top_k is None:
+            return
+        given = f"sampling with top_p={sampling.top_p} and top_k={sampling.top_k}"
+        bias = (
+            "cuts the distribution that completions come from, while the update scores the full one: a constant positive"
+            " advantage then pushes the kept tokens up and the entropy falls."
+        )
+        if self.baseline == "none":
+            raise ValueError(f"{name}: {given} {bias} Use top_p=1.0 and top_k=None, or an algorithm with a baseline.")
+        rank_zero_warn(f"{given} {bias} Use top_p=1.0 and top_k=None for unbiased gradients.")
 
     def _check_tree(self) -> None:
         nodes = self.shape.num_nodes(self.num_agents)

@@ -117,8 +117,8 @@ class BufferedUpdates(LightningModule):
         self.training_metrics.update("nonfinite_updates", float(bool(broken)))
         if broken and self.updates.on_nonfinite == "raise":
             raise ValueError(
-                f"The gradient of agent {broken[0]} is not finite at env_step {self.env_step}. Lower agent_learning_rate,"
-                " look at the rewards, or leave such updates out with on_nonfinite='skip'."
+                f"The gradient of agent {broken[0]} is not finite at env_step {self.env_step}. Lower"
+                " agent_learning_rate, look at the rewards, or leave such updates out with on_nonfinite='skip'."
             )
         if broken:
             rank_zero_warn(f"An update was left out: the gradients of agents {broken} are not finite.")

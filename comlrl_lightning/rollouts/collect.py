@@ -61,6 +61,11 @@ class RolloutShape:
         if self.joint_mode not in ("aligned", "cross"):
             raise ValueError(f"joint_mode={self.joint_mode!r} is unknown. Use 'aligned' or 'cross'.")
 
+    def continues(self, rewards: Sequence[float]) -> bool:
+        """Whether a node with these `[J]` processed rewards is expanded, if turns remain."""
+        threshold = self.early_termination_threshold
+        return threshold is None or sum(rewards) / len(rewards) <= threshold
+
     def num_nodes(self, num_agents: int) -> int:
         """Largest number of nodes that one task item can grow to."""
         branches = self.num_generations ** (num_agents if self.joint_mode == "cross" else 1)
@@ -149,7 +154,7 @@ class Collector:
                 branches = [
                     child
                     for position, (branch, node) in enumerate(zip(branches, scored, strict=True), start=first)
-                    if self._continues(node)
+                    if self.shape.continues(node.rewards)
                     for child in self._children(branch, node, position)
                 ]
         return Rollouts(tuple(items), tuple(indices), tuple(nodes), generation_seconds, reward_seconds)
@@ -194,10 +199,6 @@ class Collector:
         return Node(
             branch.task, turn, branch.path, branch.parent, branch.prompts, completions, self.joint, tuple(rewards)
         )
-
-    def _continues(self, node: Node) -> bool:
-        threshold = self.shape.early_termination_threshold
-        return threshold is None or sum(node.rewards) / len(node.rewards) <= threshold
 
     def _children(self, branch: _Branch, node: Node, position: int) -> Iterator[_Branch]:
         for index in range(len(node.joint)):

@@ -5,8 +5,8 @@ completions per node, C completion tokens.
 
 Example: two agents, aligned, K=2, T=2, one task item. Turn 1 gives one node with completions
 ``((a1, a2), (b1, b2))``, ``joint == ((0, 0), (1, 1))`` and two rewards. Each joint completion spawns a child: the nodes
-``path == (0,)`` and ``path == (1,)`` with ``parent == (0, 0)`` and ``parent == (0, 1)``. `Rollouts.nodes` holds the three
-of them in this order; their J=2 rewards each make 6 scored joint completions.
+``path == (0,)`` and ``path == (1,)`` with ``parent == (0, 0)`` and ``parent == (0, 1)``. `Rollouts.nodes` holds the
+three of them in this order; their J=2 rewards each make 6 scored joint completions.
 """
 
 from __future__ import annotations
