@@ -340,7 +340,8 @@ class TaskDataModule(LightningDataModule):
     @override
     def train_dataloader(self) -> TaskLoader:
         """Batches of the training split for this rank, from the position that a checkpoint left."""
-        position = EpochPosition(self.trainer.current_epoch if self.trainer is not None else 0)
+        # Lightning names the epoch only after it has read the first item of a stream: begin with the right one.
+        position = EpochPosition(0 if self.trainer is None else self.trainer.fit_loop.epoch_progress.current.processed)
         return self._loader(self._open("train_dataset"), self.batch_size, position=position)
 
     @override
