@@ -45,6 +45,11 @@ class BatchCheckpoint(Checkpoint):
         self._saved: list[str] = []
 
     @property
+    @override
+    def state_key(self) -> str:
+        return self._generate_state_key(every_n_batches=self._every_n_batches)
+
+    @property
     def last_path(self) -> Path | None:
         """The latest checkpoint of this run."""
         return Path(self._saved[-1]) if self._saved else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lightning import Callback, LightningModule, Trainer
@@ -39,6 +40,7 @@ class EvalInterval(Callback):
         self._interval = interval
         self._running: tuple[int, int] | None = None
         self._finished: tuple[int, int] | None = None
+        self._isolation = ExitStack()
 
     def is_due(self, start: int, stop: int) -> bool:
         """Whether the items `[start, stop)` of an epoch hold a multiple of the interval."""
@@ -60,16 +62,20 @@ class EvalInterval(Callback):
         # A checkpoint saved at the end of an evaluation resumes right here, with that evaluation done.
         if self.is_due(batch.start, batch.stop) and place != self._finished:
             self._running = place
+            self._isolation.enter_context(isolate_rng())
             try:
                 _validate(trainer)
             finally:
+                self._isolation.close()
                 self._running = None
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Checkpoint callbacks come after all others: what they save here counts this evaluation as done.
+        # Checkpoint callbacks come after all others: what they save now counts this evaluation as done and holds the
+        # random states of training.
         if self._running is not None:
             self._finished = self._running
+            self._isolation.close()
 
     @override
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
@@ -86,14 +92,13 @@ class EvalInterval(Callback):
 
 
 def _validate(trainer: Trainer) -> None:
-    """Run the validation loop inside training, as Lightning does between two batches, on its own random numbers."""
+    """Run the validation loop inside training, as Lightning does between two batches."""
     loop, connector = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector
     first_loop_iter = connector._first_loop_iter
     loop._combined_loader = None  # the split's length is read anew at each evaluation
     trainer.validating = True
     try:
-        with isolate_rng():
-            loop.run()
+        loop.run()
     finally:
         trainer.training = True
         connector._first_loop_iter = first_loop_iter

@@ -53,6 +53,11 @@ class SaveAgents(Callback):
         self._is_better = operator.gt if mode == "max" else operator.lt
         self._best: float | None = None
 
+    @property
+    @override
+    def state_key(self) -> str:
+        return self._generate_state_key(folder=str(self._folder), monitor=self._monitor)
+
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

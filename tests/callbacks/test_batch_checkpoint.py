@@ -1,0 +1,77 @@
+"""Checkpoints by number of batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+
+from comlrl_lightning.callbacks import BatchCheckpoint, RewardCurve
+from comlrl_lightning.data import TaskBatch
+from tests.callbacks.fakes import FakeModule, data, quiet_trainer
+
+
+class NeverStepping(FakeModule):
+    """No optimizer step ever happens, as while a buffer fills."""
+
+    def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
+        batch.mark_trained(self.trainer.is_last_batch)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_saves_without_optimizer_steps_and_keeps_the_latest(tmp_path: Path) -> None:
+    checkpoint = BatchCheckpoint(every_n_batches=2, keep=2, dirpath=tmp_path / "saved")
+    trainer = quiet_trainer(tmp_path, checkpoint, max_epochs=2, enable_checkpointing=True)
+    trainer.fit(NeverStepping(), data(train=5, evaluation=0))
+    # Ten batches in two epochs: saved after 2, 4, 6, 8, 10.
+    assert names(tmp_path / "saved") == ["batch-000008.ckpt", "batch-000010.ckpt"]
+    assert checkpoint.last_path == tmp_path / "saved" / "batch-000010.ckpt"
+
+
+def test_default_folder_is_that_of_the_run(tmp_path: Path) -> None:
+    quiet_trainer(tmp_path, BatchCheckpoint(), enable_checkpointing=True).fit(FakeModule(), data(3, 0))
+    assert names(tmp_path / "checkpoints") == ["batch-000003.ckpt"]
+
+
+def test_resume_equals_the_unbroken_run_and_prunes_what_came_before(tmp_path: Path) -> None:
+    def run(folder: str, limit: int | None = None, ckpt_path: Path | None = None) -> tuple[FakeModule, RewardCurve]:
+        seed_everything(4 if ckpt_path is None else 77)
+        module, curve = FakeModule(), RewardCurve(tmp_path / folder / "curve.png")
+        checkpoint = BatchCheckpoint(1, keep=1, dirpath=tmp_path / folder)
+        steps = -1 if limit is None else limit
+        trainer = quiet_trainer(tmp_path, checkpoint, curve, max_epochs=2, enable_checkpointing=True, max_steps=steps)
+        trainer.fit(module, data(train=3, evaluation=0, shuffle=True), ckpt_path=ckpt_path)
+        return module, curve
+
+    whole, whole_curve = run("whole")
+    for steps in range(1, 6):
+        first, _ = run(f"part{steps}", limit=steps)
+        second, curve = run(f"part{steps}", ckpt_path=tmp_path / f"part{steps}" / f"batch-{steps:06d}.ckpt")
+        assert first.trained + second.trained == whole.trained
+        torch.testing.assert_close(second.layer.weight, whole.layer.weight, rtol=0, atol=0)
+        assert names(tmp_path / f"part{steps}") == ["batch-000006.ckpt", "curve.png"]
+        # The other callbacks' state is in the file too: the curve goes on without a gap.
+        assert curve.training_points == whole_curve.training_points
+
+
+def test_half_written_checkpoint_has_another_name(tmp_path: Path) -> None:
+    class Killed(FakeModule):
+        def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
+            if self.env_step > 4:
+                raise RuntimeError("killed")
+
+    trainer = quiet_trainer(tmp_path, BatchCheckpoint(1, dirpath=tmp_path / "saved"), enable_checkpointing=True)
+    with pytest.raises(RuntimeError, match="killed"):
+        trainer.fit(Killed(), data(3, 0))
+    assert names(tmp_path / "saved") == ["batch-000001.ckpt"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("every_n_batches", 0), ("keep", 0)])
+def test_counts_start_at_one(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"BatchCheckpoint\({name}=0\) is not a whole number from 1"):
+        BatchCheckpoint(**{name: value})  # type: ignore[arg-type]

@@ -1,0 +1,103 @@
+"""When `EvalInterval` evaluates, and that training does not notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from comlrl_lightning.callbacks import EvalInterval
+from tests.callbacks.fakes import FakeModule, Trace, data, quiet_trainer
+
+
+def events(root: Path, interval: int, **settings: int) -> list[str]:
+    trace, limits = Trace(), {"max_epochs": settings.pop("max_epochs", 1)}
+    quiet_trainer(root, EvalInterval(interval), trace, **limits).fit(FakeModule(), data(**settings))
+    return trace.events
+
+
+def test_schedule_counts_items_in_each_epoch(tmp_path: Path) -> None:
+    # Items 0 and 3 are multiples of 3; index 0 comes again in the second epoch.
+    epoch = ["V", "T0", "T1", "T2", "V", "T3", "T4"]
+    assert events(tmp_path, 3, train=5, max_epochs=2) == epoch + epoch
+
+
+def test_schedule_with_several_items_per_batch(tmp_path: Path) -> None:
+    # Batches [0, 3), [3, 6), [6, 8) hold the multiples 0, 4 and none of 4.
+    assert events(tmp_path, 4, train=8, batch_size=3) == ["V", "T0", "T1", "T2", "V", "T3", "T4", "T5", "T6", "T7"]
+
+
+def test_zero_never_evaluates(tmp_path: Path) -> None:
+    assert events(tmp_path, 0, train=2) == ["T0", "T1"]
+
+
+def test_without_evaluation_split_nothing_happens(tmp_path: Path) -> None:
+    assert events(tmp_path, 1, train=2, evaluation=0) == ["T0", "T1"]
+
+
+@pytest.mark.parametrize("interval", [-1, 2.5, True])
+def test_refuses_other_intervals(interval: int) -> None:
+    with pytest.raises(ValueError, match=r"EvalInterval\(interval=.*is not a whole number from 0"):
+        EvalInterval(interval)
+
+
+def final_weight(root: Path, interval: int) -> float:
+    seed_everything(3)
+    module = FakeModule()
+    quiet_trainer(root, EvalInterval(interval)).fit(module, data())
+    return module.layer.weight.item()
+
+
+def test_evaluation_changes_no_random_number_of_training(tmp_path: Path) -> None:
+    # The module draws a random number per training step and three per validation step.
+    assert final_weight(tmp_path, 1) == final_weight(tmp_path, 0)
+
+
+def test_number_of_evaluated_items_is_read_anew(tmp_path: Path) -> None:
+    module, source = FakeModule(), data(train=2, evaluation=3, eval_num_samples=1)
+    seen = []
+
+    class Grow(Trace):
+        def on_validation_end(self, *args: object) -> None:
+            seen.append(len(module.evaluation_rollouts().items))
+            source.eval_num_samples = 3
+
+    quiet_trainer(tmp_path, EvalInterval(1), Grow()).fit(module, source)
+    assert seen == [1, 3]
+
+
+def run(root: Path, trace: Trace, **settings: object) -> FakeModule:
+    module = FakeModule()
+    best = ModelCheckpoint(root, "{step}-{eval/turn_1/reward_mean}", monitor="eval/turn_1/reward_mean", save_top_k=-1)
+    best.CHECKPOINT_EQUALS_CHAR = "_"
+    trainer = quiet_trainer(root, trace, EvalInterval(2), best, max_epochs=2, enable_checkpointing=True)
+    trainer.fit(module, data(train=5), **settings)  # type: ignore[arg-type]
+    return module
+
+
+def test_resume_from_checkpoints_saved_during_evaluations(tmp_path: Path) -> None:
+    seed_everything(1)
+    whole = Trace()
+    reference = run(tmp_path / "whole", whole)
+    checkpoints = sorted((tmp_path / "whole").rglob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    # Evaluations before items 0, 2, 4 of two epochs; ModelCheckpoint saves nothing before the first step.
+    assert whole.events == ["V", "T0", "T1", "V", "T2", "T3", "V", "T4"] * 2
+    starts = [position for position, event in enumerate(whole.events) if event == "V"][1:]
+    for start, checkpoint in zip(starts, checkpoints, strict=True):
+        seed_everything(99)
+        trace = Trace()
+        resumed = run(tmp_path / "resumed", trace, ckpt_path=checkpoint)
+        # The evaluation that saved the checkpoint is done; the rest comes as in the unbroken run.
+        assert trace.events == whole.events[start + 1 :]
+        torch.testing.assert_close(resumed.layer.weight, reference.layer.weight, rtol=0, atol=0)
+
+
+def test_second_fit_evaluates_again(tmp_path: Path) -> None:
+    interval = EvalInterval(4)
+    for _ in range(2):
+        trace = Trace()
+        quiet_trainer(tmp_path, interval, trace).fit(FakeModule(), data(train=1))
+        assert trace.events == ["V", "T0"]

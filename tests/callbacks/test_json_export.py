@@ -1,0 +1,117 @@
+"""Evaluation metrics as files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from comlrl_lightning.callbacks import BatchCheckpoint, EvalInterval, JSONExport
+from tests.callbacks.fakes import FakeModule, data, quiet_trainer
+
+KEY = "eval/turn_1/reward_mean"
+
+
+def history(path: Path) -> list[tuple[int, float]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(row["env_step"], round(row[KEY], 3)) for row in rows]
+
+
+def test_file_and_history(tmp_path: Path) -> None:
+    export = JSONExport(tmp_path / "out" / "metrics.json")
+    quiet_trainer(tmp_path, EvalInterval(2), export).fit(FakeModule(), data(train=4))
+    # The mean of 0.1, 1.1, 2.1 plus env_step; items 0 and 1 bring 4 + 2 scored joint completions.
+    text = (tmp_path / "out" / "metrics.json").read_text()
+    assert text == json.dumps({KEY: json.loads(text)[KEY]}, indent=2) + "\n"
+    assert json.loads(text)[KEY] == pytest.approx(7.1)
+    assert history(tmp_path / "out" / "metrics.jsonl") == [(0, 1.1), (6, 7.1)]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["metrics.json", "metrics.jsonl"]
+
+
+def test_sanity_check_writes_nothing(tmp_path: Path) -> None:
+    export = JSONExport(tmp_path / "metrics.json")
+    quiet_trainer(tmp_path, export, limit_train_batches=1, check_val_every_n_epoch=9).fit(FakeModule(), data())
+    assert not list(tmp_path.iterdir())
+
+
+def test_validate_and_test_write_too(tmp_path: Path) -> None:
+    trainer = quiet_trainer(tmp_path, JSONExport(tmp_path / "metrics.json"))
+    trainer.validate(FakeModule(), data(), verbose=False)
+    trainer.test(FakeModule(), data(), verbose=False)
+    assert history(tmp_path / "metrics.jsonl") == [(0, 1.1), (0, 1.1)]
+
+
+def test_new_run_starts_a_new_history(tmp_path: Path) -> None:
+    for _ in range(2):
+        export = JSONExport(tmp_path / "metrics.json")
+        quiet_trainer(tmp_path, EvalInterval(2), export).fit(FakeModule(), data(train=4))
+        assert history(tmp_path / "metrics.jsonl") == [(0, 1.1), (6, 7.1)]
+
+
+@pytest.mark.parametrize("num_batches", [1, 2, 3, 4])
+def test_resumed_run_continues_the_history(tmp_path: Path, num_batches: int) -> None:
+    def run(ckpt_path: Path | None = None) -> list[tuple[int, float]]:
+        export, save = JSONExport(tmp_path / "metrics.json"), BatchCheckpoint(1, keep=None, dirpath=tmp_path)
+        trainer = quiet_trainer(tmp_path, EvalInterval(2), export, save, enable_checkpointing=True)
+        trainer.fit(FakeModule(), data(train=6), ckpt_path=ckpt_path)
+        return history(tmp_path / "metrics.jsonl")
+
+    # Before items 0, 2, 4 there were 0, 4 + 2 and 12 scored joint completions. The first run was killed after it wrote
+    # all three; the second goes on before them: what it evaluates again is not there twice.
+    written = run()
+    assert [step for step, _ in written] == [0, 6, 12]
+    assert run(ckpt_path=tmp_path / f"batch-00000{num_batches}.ckpt") == written
+
+
+def test_line_cut_off_by_a_kill_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"env_step": 0, KEY: 1.1}) + '\n{"env_st')
+    module = FakeModule()
+    module.env_step = 5
+    quiet_trainer(tmp_path, EvalInterval(4), JSONExport(tmp_path / "metrics.json")).fit(module, data(train=1))
+    assert history(path) == [(0, 1.1), (5, 6.1)]
+
+
+def test_values_of_a_turn_that_nobody_reached_do_not_stay(tmp_path: Path) -> None:
+    class Shrinking(FakeModule):
+        def on_validation_epoch_end(self) -> None:
+            super().on_validation_epoch_end()
+            if self.env_step == 0:
+                self.log("eval/turn_2/reward_mean", 1.0)
+
+    export = JSONExport(tmp_path / "metrics.json")
+    quiet_trainer(tmp_path, EvalInterval(2), export).fit(Shrinking(), data(train=4))
+    first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert "eval/turn_2/reward_mean" in first
+    assert "eval/turn_2/reward_mean" not in second
+
+
+def test_number_that_is_not_finite_becomes_null(tmp_path: Path) -> None:
+    class Broken(FakeModule):
+        def on_validation_epoch_end(self) -> None:
+            self.log("eval/own", float("nan"))
+
+    quiet_trainer(tmp_path, JSONExport(tmp_path / "m.json")).validate(Broken(), data(), verbose=False)
+    assert (tmp_path / "m.json").read_text() == '{\n  "eval/own": null\n}\n'
+
+
+def test_a_kill_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = quiet_trainer(tmp_path, JSONExport(tmp_path / "m.json"))
+    trainer.validate(FakeModule(), data(), verbose=False)
+    before = (tmp_path / "m.json").read_text()
+
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("comlrl_lightning.callbacks.support.os.replace", killed)
+    module = FakeModule()
+    module.env_step = 9
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trainer.validate(module, data(), verbose=False)
+    assert (tmp_path / "m.json").read_text() == before
+
+
+def test_path_must_be_json() -> None:
+    with pytest.raises(ValueError, match=r"JSONExport\(path='metrics.txt'\) does not name a JSON file"):
+        JSONExport("metrics.txt")

@@ -1,0 +1,48 @@
+"""The reward curve and its picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from comlrl_lightning.callbacks import EvalInterval, RewardCurve
+from comlrl_lightning.callbacks.reward_curve import moving_average
+from comlrl_lightning.data import TaskBatch
+from tests.callbacks.fakes import FakeModule, data, quiet_trainer
+
+
+def test_points_and_picture(tmp_path: Path) -> None:
+    curve = RewardCurve(tmp_path / "pictures" / "curve.png")
+    quiet_trainer(tmp_path, EvalInterval(2), curve).fit(FakeModule(), data(train=3))
+    # env_step after items 0, 1, 2: 4, 6, 10; rewards are level + turn / 10; turn 2 for even levels only.
+    assert curve.training_points == {1: [(4, 0.1), (6, 1.1), (10, 2.1)], 2: [(4, 0.2), (10, 2.2)]}
+    steps, rewards = zip(*curve.evaluation_points[1], strict=True)
+    assert steps == (0, 6)
+    assert rewards == pytest.approx((1.1, 7.1))
+    assert (tmp_path / "pictures" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list((tmp_path / "pictures").iterdir())) == 1
+
+
+def test_picture_is_drawn_when_training_breaks(tmp_path: Path) -> None:
+    class Breaking(FakeModule):
+        def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            if batch_idx == 1:
+                raise RuntimeError("broke")
+
+    with pytest.raises(RuntimeError, match="broke"):
+        quiet_trainer(tmp_path, RewardCurve(tmp_path / "curve.png")).fit(Breaking(), data(3, 0))
+    assert (tmp_path / "curve.png").exists()
+
+
+def test_moving_average() -> None:
+    # Windows (1), (1, 2), (2, 6).
+    assert moving_average([1.0, 2.0, 6.0], 2) == [1.0, 1.5, 4.0]
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"RewardCurve\(path='curve.jpg'\) does not name a picture. End it in .png"):
+        RewardCurve("curve.jpg")
+    with pytest.raises(ValueError, match=r"RewardCurve\(window=0\) is not a whole number from 1"):
+        RewardCurve(window=0)

@@ -1,0 +1,149 @@
+"""Tables of completions and progress of rollouts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+
+from comlrl_lightning.callbacks import CompletionsTable, EvalInterval, RolloutProgress
+from comlrl_lightning.callbacks.completions_table import prompt_text
+from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.loggers import TaskWandbLogger
+from comlrl_lightning.rollouts.types import RolloutListener
+from tests.callbacks.fakes import FakeModule, data, quiet_trainer
+
+
+@pytest.fixture
+def no_wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs of Weights & Biases that go nowhere and end with the test."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    yield
+    wandb.finish()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_table_as_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = CompletionsTable(num_on_screen=1)
+    trainer = quiet_trainer(tmp_path, EvalInterval(2), table, logger=CSVLogger(tmp_path))
+    trainer.fit(FakeModule(), data(train=4, evaluation=2))
+    rows = lines(Path(str(trainer.log_dir)) / "completions.jsonl")
+    # Two evaluations of item 0 (two turns) and item 1 (one turn).
+    assert [(row["env_step"], row["index"], row["turn"]) for row in rows] == [
+        (0, 0, 1),
+        (0, 0, 2),
+        (0, 1, 1),
+        (6, 0, 1),
+        (6, 0, 2),
+        (6, 1, 1),
+    ]
+    assert rows[1] == {
+        "env_step": 0,
+        "index": 0,
+        "turn": 2,
+        "prompts": ["prompt 0", "prompt 1"],
+        "completions": ["a0 of task 0 t2", "a1 of task 0 t2"],
+        "reward": 0.2,
+    }
+    printed = capsys.readouterr().out
+    assert "Evaluation at env_step 6" in printed
+    assert "a1 of task 0 t1" in printed
+    assert "a1 of task 1 t1" not in printed
+
+
+def test_new_run_starts_a_new_file(tmp_path: Path) -> None:
+    for _ in range(2):
+        table = CompletionsTable(tmp_path / "c.jsonl", num_on_screen=0)
+        quiet_trainer(tmp_path, EvalInterval(1), table).fit(FakeModule(), data(1, 1))
+        assert len(lines(tmp_path / "c.jsonl")) == 2
+
+
+@pytest.mark.usefixtures("no_wandb")
+def test_wandb_table_has_env_step_as_a_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: list[dict[str, Any]] = []
+    monkeypatch.setattr(WandbLogger, "log_table", lambda self, **keywords: tables.append(keywords))
+    logger = TaskWandbLogger({"dir": str(tmp_path)})
+    trainer = quiet_trainer(tmp_path, CompletionsTable(tmp_path / "c.jsonl"), logger=logger)
+    trainer.validate(FakeModule(), data(evaluation=1), verbose=False)
+    (table,) = tables
+    assert table["key"] == "eval/completions"
+    assert table["columns"][:4] == ["env_step", "index", "turn", "prompt_0"]
+    assert table["data"][0] == [0, 0, 1, "prompt 0", "a0 of task 0 t1", "prompt 1", "a1 of task 0 t1", 0.1]
+
+
+@pytest.mark.usefixtures("no_wandb")
+def test_verbose_false_prints_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(WandbLogger, "log_table", lambda self, **keywords: None)
+    config = {"dir": str(tmp_path), "config_sections": {"output": {"verbose": False}}}
+    trainer = quiet_trainer(tmp_path, CompletionsTable(tmp_path / "c.jsonl"), logger=TaskWandbLogger(config))
+    trainer.validate(FakeModule(), data(evaluation=1), verbose=False)
+    assert "a0 of task 0" not in capsys.readouterr().out
+    assert len(lines(tmp_path / "c.jsonl")) == 2
+
+
+def test_text_of_chat_messages() -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert prompt_text(messages) == "system: Be brief.\nuser: Hi"
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"CompletionsTable\(path='c.csv'\) does not name JSON lines"):
+        CompletionsTable("c.csv")
+    with pytest.raises(ValueError, match=r"CompletionsTable\(num_on_screen=-1\) is negative"):
+        CompletionsTable(num_on_screen=-1)
+
+
+class Telling(FakeModule):
+    """Tells its listeners about a rollout, and reads the tasks of the progress bar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.descriptions: list[str] = []
+
+    def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        listeners = [callback for callback in callbacks if isinstance(callback, RolloutListener)]
+        assert len(listeners) == 1
+        for rows_running in (8, 3, 0):
+            listeners[0].on_rollout_progress(2, rows_running)
+            self.read(self.descriptions)
+        super().training_step(batch, batch_idx)
+
+    def read(self, descriptions: list[str]) -> None:
+        bar = self.trainer.progress_bar_callback
+        if isinstance(bar, RichProgressBar) and bar.progress is not None:
+            descriptions += [f"{task.description} {task.completed}/{task.total}" for task in bar.progress.tasks[1:]]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.read(self.descriptions)
+
+
+def test_rollout_progress_is_a_task_under_the_rich_bar(tmp_path: Path) -> None:
+    module = Telling()
+    bar, progress = RichProgressBar(), RolloutProgress()
+    quiet_trainer(tmp_path, bar, progress, EvalInterval(0), enable_progress_bar=True).fit(module, data(1, 0))
+    # The task is gone when the batch ends.
+    assert module.descriptions == [
+        "turn 2/2: 8 rows still sample 0/8",
+        "turn 2/2: 3 rows still sample 5/8",
+        "turn 2/2: 0 rows still sample 8/8",
+    ]
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar(), RichProgressBar(refresh_rate=0), None])
+def test_rollout_progress_needs_a_live_rich_bar(tmp_path: Path, bar: TQDMProgressBar | None) -> None:
+    module, bars = Telling(), [] if bar is None else [bar]
+    trainer = quiet_trainer(tmp_path, RolloutProgress(), *bars, enable_progress_bar=bar is not None)
+    trainer.fit(module, data(1, 0))
+    assert module.descriptions == []
