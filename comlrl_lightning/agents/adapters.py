@@ -1,0 +1,212 @@
+"""Which adapter of a PEFT model acts: one of them, none, or several at once on the rows of one batch.
+
+PEFT's own `set_adapter` walks the model and flips `requires_grad`, and its `adapter_names` works in evaluation mode
+only. `acting` and `grouped` switch two attributes per layer instead and never touch `requires_grad`; the tests hold
+them against PEFT's public calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora.layer import Embedding, LoraLayer, MultiheadAttention, ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+REFERENCE = "_reference"
+"""What the name of an adapter's frozen initial copy ends with."""
+
+
+class Grouping:
+    """Rows of a batch in consecutive groups, one adapter per group.
+
+    Args:
+        names: `[G]` adapter of each group.
+        sizes: `[G]` rows of each group; settable, as rows leave a batch.
+    """
+
+    def __init__(self, names: Sequence[str], sizes: Sequence[int]) -> None:
+        self.names = tuple(names)
+        self.sizes = tuple(sizes)
+        self._stacks: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keep(self, groups: Sequence[int], size: int) -> None:
+        """Go on with some of the groups, each `size` rows long."""
+        if len(groups) < len(self.names):
+            self.names = tuple(self.names[group] for group in groups)
+            self._stacks = {i: (down[groups], up[groups]) for i, (down, up) in self._stacks.items()}
+        self.sizes = (size,) * len(groups)
+
+    def add(self, index: int, layer: LoraLayer, x: Tensor, output: Tensor) -> Tensor:
+        """`[rows, ..., out]` output of layer `index` with each group's adapter added to it.
+
+        Args:
+            index: Number of the layer.
+            layer: The layer, which holds the adapters' factors.
+            x: `[rows, ..., in]` its input.
+            output: `[rows, ..., out]` output of the frozen layer.
+        """
+        down, up = self._factors(index, layer)
+        x = x.to(down.dtype)
+        if len(set(self.sizes)) == 1:
+            return _add_stacked(x, output, down, up)
+        sizes = list(self.sizes)
+        cuts = (torch.split(x, sizes), torch.split(output, sizes), torch.split(down, 1), torch.split(up, 1))
+        return torch.cat([_add_stacked(*part) for part in zip(*cuts, strict=True)])
+
+    def _factors(self, index: int, layer: LoraLayer) -> tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled():
+            return _stack(layer, self.names)
+        if index not in self._stacks:
+            self._stacks[index] = _stack(layer, self.names)
+        return self._stacks[index]
+
+
+def _add_stacked(x: Tensor, output: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    groups = len(down)
+    low = torch.bmm(x.reshape(groups, -1, x.shape[-1]), down.mT)
+    base = output.reshape(groups, -1, output.shape[-1])
+    if base.dtype == low.dtype == up.dtype:
+        return torch.baddbmm(base, low, up.mT).view(output.shape)
+    return (base + torch.bmm(low, up.mT)).to(output.dtype).view(output.shape)
+
+
+def _stack(layer: LoraLayer, names: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """`[G, r, in]` and `[G, out, r]` factors, the scale in the second, ranks filled up with zeros to the largest."""
+    factors = [_factor(layer, name) for name in names]
+    if len(factors) == 1:
+        return factors[0][0].unsqueeze(0), factors[0][1].unsqueeze(0)
+    rank = max(len(down) for down, _ in factors)
+    down = torch.stack([F.pad(down, (0, 0, 0, rank - len(down))) if len(down) < rank else down for down, _ in factors])
+    up = torch.stack([F.pad(up, (0, rank - up.shape[1])) if up.shape[1] < rank else up for _, up in factors])
+    return down, up
+
+
+def _factor(layer: LoraLayer, name: str) -> tuple[Tensor, Tensor]:
+    if name in layer.lora_A:
+        return layer.lora_A[name].weight, layer.lora_B[name].weight * layer.scaling[name]
+    like = next(iter(layer.lora_A.values())).weight
+    return like.new_zeros(1, layer.in_features), like.new_zeros(layer.out_features, 1)
+
+
+def _groupable(module: nn.Module) -> bool:
+    """Whether a layer is a plain low-rank product on the rows of its input."""
+    return (
+        isinstance(module, LoraLayer)
+        and not isinstance(module, (Embedding, MultiheadAttention, ParamWrapper))
+        and not module.lora_variant
+        and all(isinstance(down, nn.Linear) for down in module.lora_A.values())
+        and all(isinstance(up, nn.Linear) and up.bias is None for up in module.lora_B.values())
+    )
+
+
+class Adapters:
+    """The adapters of one PEFT model.
+
+    Args:
+        network: The PEFT model, all its adapters loaded.
+        names: Adapters that are trained.
+    """
+
+    def __init__(self, network: PeftModel, names: Sequence[str]) -> None:
+        self.network = network
+        self.names = tuple(names)
+        self._switches = [m for m in network.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+        self.groupable = all(map(_groupable, self._switches))
+        self._grouping: Grouping | None = None
+        self._again: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if self.groupable:
+            for index, layer in enumerate(self._switches):
+                layer.register_forward_hook(partial(self._add, index))
+        self.freeze_all_but_trained()
+
+    def _add(self, index: int, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        grouping = self._grouping
+        return None if grouping is None else grouping.add(index, layer, args[0], output)
+
+    @contextmanager
+    def watching(self, rows: int) -> Iterator[None]:
+        """Find out during a forward pass of `rows` rows whether every adapted layer still sees them as rows."""
+
+        def watch(layer: nn.Module, args: tuple[Any, ...]) -> None:
+            self.groupable &= args[0].shape[0] == rows
+
+        hooks = [layer.register_forward_pre_hook(watch) for layer in self._switches if self.groupable]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def freeze_all_but_trained(self) -> None:
+        """Leave exactly the trained adapters with `requires_grad`, whatever PEFT made of it."""
+        for name, parameter in self.network.named_parameters():
+            parameter.requires_grad_(any(part in self.names for part in name.split(".")))
+
+    def add_reference(self) -> None:
+        """Add a frozen copy of every trained adapter as it is now."""
+        for name in self.names:
+            self.network.add_adapter(name + REFERENCE, self.network.peft_config[name])
+        parameters = dict(self.network.named_parameters())
+        for path, parameter in parameters.items():
+            parts = path.split(".")
+            if any(part.endswith(REFERENCE) for part in parts):
+                source = parameters[".".join(part.removesuffix(REFERENCE) for part in parts)]
+                parameter.data = source.detach().clone()
+        self.freeze_all_but_trained()
+
+    @contextmanager
+    def acting(self, name: str | None) -> Iterator[None]:
+        """Let one adapter act on all rows, or none of them (the base model)."""
+        former = [(layer._active_adapter, layer._disable_adapters) for layer in self._switches]
+        state = self._grouping, self._again
+        self._grouping, self._again = None, partial(self.acting, name)
+        for layer in self._switches:
+            layer._disable_adapters = name is None
+            if name is not None:
+                layer._active_adapter = [name]
+        try:
+            yield
+        finally:
+            self._grouping, self._again = state
+            for layer, (active, disabled) in zip(self._switches, former, strict=True):
+                layer._active_adapter, layer._disable_adapters = active, disabled
+
+    @contextmanager
+    def grouped(self, names: Sequence[str], sizes: Sequence[int]) -> Iterator[Grouping]:
+        """Let adapter `names[g]` act on the g-th group of rows, `sizes[g]` rows long.
+
+        The adapters' factors are stacked and added to the output of the frozen layers, which run with adapters off.
+        """
+        with self.acting(None):
+            self._grouping = Grouping(names, sizes)
+            self._again = partial(self.grouped, names, sizes)
+            yield self._grouping
+
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Contexts for `torch.utils.checkpoint`: the recomputation sees the adapters that the forward pass saw."""
+        return nullcontext(), _Again(self._again)
+
+
+class _Again(AbstractContextManager[None]):
+    """A context that can be entered once for every backward pass."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._context = self._make()
+        self._context.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._context.__exit__(kind, error, traceback)

@@ -1,0 +1,282 @@
+"""One Hugging Face language model, with the adapters of the agents that speak through it and their tokenizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from comlrl_lightning.agents.adapters import REFERENCE, Adapters, Grouping
+from comlrl_lightning.agents.prompts import PromptEncoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def adapter_name(agent: int) -> str:
+    """Name of an agent's adapter, and of its folder."""
+    return f"agent_{agent}"
+
+
+class LanguageModel(nn.Module):
+    """A causal language model that speaks for one agent (own weights) or for several (an adapter each).
+
+    Args:
+        network: The model, or the PEFT model around it with one adapter per agent.
+        tokenizer: Its tokenizer.
+        agents: Numbers of the agents that speak through it.
+        prompts: Turns prompts into token ids.
+        reference: "base" or "initial", see `TeamSettings`.
+    """
+
+    def __init__(
+        self,
+        network: PreTrainedModel | PeftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        agents: Sequence[int],
+        prompts: PromptEncoder,
+        reference: str = "base",
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.tokenizer = tokenizer
+        self.agents = tuple(agents)
+        self.prompts = prompts
+        self.reference = reference
+        self.adapters = Adapters(network, [adapter_name(a) for a in agents]) if isinstance(network, PeftModel) else None
+        self.frozen: LanguageModel | None = None
+        switch_off_dropout(network)
+        self._keep_adapters_in_float32()
+        accepted = inspect.signature(self.causal.base_model.forward).parameters
+        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
+        self._takes_positions = "position_ids" in accepted
+        self.own_head = self._check_head()
+        """Whether the logits are just the head's product with the hidden states."""
+
+    @property
+    def causal(self) -> PreTrainedModel:
+        """The model itself, adapter layers inside."""
+        return self.network if self.adapters is None else self.adapters.network.get_base_model()
+
+    @property
+    def device(self) -> torch.device:
+        """Where its inputs go."""
+        device: torch.device = self.causal.get_input_embeddings().weight.device
+        return device
+
+    @property
+    def vocabulary_size(self) -> int:
+        """V, the width of its logits."""
+        return int(self.causal.get_output_embeddings().weight.shape[0])
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Every token that ends a completion: the generation settings' and the tokenizer's."""
+        ends = self.causal.generation_config.eos_token_id
+        listed = ends if isinstance(ends, (list, tuple)) else [ends]
+        return tuple(sorted({int(end) for end in (*listed, self.tokenizer.eos_token_id) if end is not None}))
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence that the model can read; None: no limit."""
+        config = self.causal.config.get_text_config(decoder=True)
+        # GPT-2 and its kin call it otherwise and map the usual name to theirs.
+        name = "max_position_embeddings"
+        positions: int | None = vars(config).get(config.attribute_map.get(name, name))
+        return positions
+
+    def prompt_limit(self, agent: int, max_new_tokens: int) -> int | None:
+        """Longest prompt that leaves room for a completion; None: no limit.
+
+        Raises:
+            ValueError: There is no room for any prompt.
+        """
+        if self.max_positions is None:
+            return None
+        # The last sampled token is never read.
+        limit = self.max_positions - max_new_tokens + 1
+        if limit < 1:
+            raise ValueError(
+                f"Sampling(max_new_tokens={max_new_tokens}) leaves no room for a prompt: the model of agent_{agent} "
+                f"reads {self.max_positions} tokens. Lower it."
+            )
+        return limit
+
+    @property
+    def mixes_agents(self) -> bool:
+        """Whether rows of several agents can share a batch."""
+        return self.adapters is not None and self.adapters.groupable
+
+    @property
+    def head_is_adapted(self) -> bool:
+        """Whether the agents' heads differ."""
+        if self.adapters is None:
+            return False
+        head = self.causal.get_output_embeddings()
+        return any(name in path.split(".") for path, _ in head.named_parameters() for name in self.adapters.names)
+
+    def acting_as(
+        self, agents: Sequence[int], sizes: Sequence[int], *, reference: bool = False
+    ) -> AbstractContextManager[Grouping | None]:
+        """Let consecutive groups of rows speak as these agents; one agent at a time unless `mixes_agents`.
+
+        Args:
+            agents: `[G]` agent of each group.
+            sizes: `[G]` rows of each group.
+            reference: Speak as their reference policies instead.
+        """
+        if self.adapters is None:
+            return nullcontext()
+        if reference and self.reference == "base":
+            return self._base()
+        names = [adapter_name(agent) + (REFERENCE if reference else "") for agent in agents]
+        if self.adapters.groupable:
+            return self.adapters.grouped(names, sizes)
+        (name,) = names
+        return self._single(name)
+
+    @contextmanager
+    def _base(self) -> Iterator[None]:
+        assert self.adapters is not None
+        with self.adapters.acting(None):
+            yield
+
+    @contextmanager
+    def _single(self, name: str) -> Iterator[None]:
+        assert self.adapters is not None
+        with self.adapters.acting(name):
+            yield
+
+    def hidden_states(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None, cache: Any = None) -> Tensor:
+        """`[R, S, H]` last hidden states.
+
+        Args:
+            ids: `[R, S]` tokens.
+            positions: `[R, S]` their positions.
+            mask: `[R, past + S]` True at real tokens; None: all are, or the rest stands to their right.
+            cache: Keys and values of the tokens before, grown by this call.
+        """
+        output: Tensor = self.causal.base_model(**self._arguments(ids, positions, mask, cache)).last_hidden_state
+        return output
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """`[..., V]` logits of `[..., H]` hidden states; only where the model's own logits are no more than that."""
+        logits: Tensor = self.causal.get_output_embeddings()(hidden)
+        return logits
+
+    def head_as(self, agent: int, hidden: Tensor, *, reference: bool = False) -> Tensor:
+        """`head`, with the adapter of one agent in it."""
+        with self.acting_as([agent], [len(hidden)], reference=reference):
+            return self.head(hidden)
+
+    def next_logits(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+        """`[R, V]` logits of the token after the last; arguments as for `hidden_states`."""
+        if self.own_head:
+            # A view of the last position would make the product copy the head's weights for every row.
+            return self.head(self.hidden_states(ids, positions, mask, cache)[:, -1].contiguous())
+        return self._kept_logits(ids, positions, 1, mask, cache)[:, -1]
+
+    def predictors(
+        self, ids: Tensor, positions: Tensor, rows: Tensor, columns: Tensor
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """`[M, ...]` features at the places (row, column) and the function that makes them `[M, V]` logits.
+
+        Args:
+            ids: `[R, S]` tokens, padded on the right.
+            positions: `[R, S]` their positions.
+            rows: `[M]` places whose next token is wanted.
+            columns: `[M]`.
+        """
+        if self.own_head:
+            return self.hidden_states(ids, positions)[rows, columns], self.head
+        first = int(columns.min())
+        return self._kept_logits(ids, positions, ids.shape[1] - first)[rows, columns - first], nn.Identity()
+
+    def _kept_logits(
+        self, ids: Tensor, positions: Tensor, keep: int, mask: Tensor | None = None, cache: Any = None
+    ) -> Tensor:
+        logits: Tensor = self.causal(**self._arguments(ids, positions, mask, cache), logits_to_keep=keep).logits
+        return logits
+
+    def _arguments(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> dict[str, Any]:
+        arguments = {"input_ids": ids, "attention_mask": mask, "use_cache": cache is not None}
+        if cache is not None:
+            arguments[self._cache_argument] = cache
+        if self._takes_positions:
+            arguments["position_ids"] = positions
+        return arguments
+
+    @torch.no_grad()
+    def _check_head(self) -> bool:
+        """Compare body and head with the model's logits: soft-capping and scaling families do more than a product."""
+        ids = torch.arange(6, device=self.device).view(2, 3) % self.vocabulary_size
+        positions = torch.arange(3, device=self.device).expand(2, 3)
+        modes = [(module, module.training) for module in self.causal.modules()]
+        self.causal.eval()
+        try:
+            with nullcontext() if self.adapters is None else self._base(), self._watching_rows(len(ids)):
+                own = self.head(self.hidden_states(ids, positions))
+                return torch.equal(own, self._kept_logits(ids, positions, 3))
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def _watching_rows(self, rows: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.adapters is None else self.adapters.watching(rows)
+
+    def checkpoint_activations(self) -> None:
+        """Recompute every layer's activations in the backward pass, under the adapters of the forward pass."""
+        run = partial(checkpoint, use_reentrant=False)
+        if self.adapters is not None:
+            run = partial(run, context_fn=self.adapters.checkpoint_contexts)
+        self.causal._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=run)
+
+    def add_reference(self) -> None:
+        """Keep a frozen copy of the agents' present policies, if the reference is not simply the base model."""
+        if self.adapters is None:
+            copy = deepcopy(self.network).requires_grad_(False)
+            self.frozen = LanguageModel(copy, self.tokenizer, self.agents, self.prompts)
+        elif self.reference == "initial":
+            self.adapters.add_reference()
+            self._keep_adapters_in_float32()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LanguageModel:
+        """Let a cast to half precision (Lightning's `bf16-true`) pass over the adapters: small updates would vanish."""
+        adapters = self._adapter_parameters()
+        before = [parameter.detach() for parameter in adapters]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for parameter, value in zip(adapters, before, strict=True):
+            if parameter.dtype in HALF:
+                parameter.data = value.to(parameter.device)
+        return self
+
+    def _adapter_parameters(self) -> list[nn.Parameter]:
+        if self.adapters is None:
+            return []
+        names = {name + end for name in self.adapters.names for end in ("", REFERENCE)}
+        return [p for path, p in self.network.named_parameters() if names & set(path.split("."))]
+
+    def _keep_adapters_in_float32(self) -> None:
+        for parameter in self._adapter_parameters():
+            if parameter.dtype in HALF:
+                parameter.data = parameter.data.float()
+
+
+def switch_off_dropout(network: nn.Module) -> None:
+    """Set every probability of dropout and every amount of training noise to 0, in modules and in their attributes."""
+    for module in network.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                vars(module)[name] = 0.0

@@ -1,0 +1,152 @@
+"""From descriptions to loaded language models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
+from comlrl_lightning.agents.prompts import PromptEncoder
+from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase, TeamSettings, is_name
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_models(settings: SharedBase | Separate) -> list[LanguageModel]:
+    """One language model for a shared base, one per agent otherwise."""
+    if isinstance(settings, SharedBase):
+        return [_load_shared(settings)]
+    return [_load_separate(settings, agent) for agent in range(settings.num_agents)]
+
+
+def _load_shared(settings: SharedBase) -> LanguageModel:
+    if _adapter_config(settings.model) is not None:
+        raise ValueError(
+            f"SharedBase(model={str(settings.model)!r}) is an adapter folder. Pass its base model, "
+            "and the folder in adapters=[...], once per agent."
+        )
+    base = _load_base(settings, settings.model, settings.dtype or "auto")
+    agents = range(settings.num_agents)
+    if settings.adapters is None:
+        network = _new_adapters(base, settings.lora, [adapter_name(agent) for agent in agents])
+    else:
+        network = _load_adapters(base, {adapter_name(a): f for a, f in zip(agents, settings.adapters, strict=True)})
+    tokenizer = _load_tokenizer(settings.model if settings.tokenizer is None else settings.tokenizer)
+    return _language_model(settings, network, tokenizer, agents, loaded=settings.adapters is not None)
+
+
+def _load_separate(settings: Separate, agent: int) -> LanguageModel:
+    model, name = settings.models[agent], adapter_name(agent)
+    given = None if settings.tokenizers is None else settings.tokenizers[agent]
+    if (config := _adapter_config(model)) is not None:
+        base_name = config.base_model_name_or_path
+        if not base_name:
+            raise ValueError(
+                f"Separate(models=...): the adapter folder {str(model)!r} of agent_{agent} does not say which model it "
+                "belongs to. Set base_model_name_or_path in its adapter_config.json."
+            )
+        network = _load_adapters(_load_base(settings, base_name, settings.dtype or "auto"), {name: str(model)})
+        source = model if Path(model, "tokenizer_config.json").is_file() else base_name
+        return _language_model(settings, network, _load_tokenizer(given or source), [agent], loaded=True)
+    base = _load_base(settings, model, settings.dtype or ("float32" if settings.lora is None else "auto"))
+    network = base.requires_grad_(True) if settings.lora is None else _new_adapters(base, settings.lora, [name])
+    return _language_model(settings, network, _load_tokenizer(model if given is None else given), [agent], loaded=False)
+
+
+def _language_model(
+    settings: TeamSettings,
+    network: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    agents: Any,
+    *,
+    loaded: bool,
+) -> LanguageModel:
+    prompts = PromptEncoder(tokenizer, settings.chat_template_kwargs, settings.max_prompt_tokens, settings.long_prompts)
+    reference = ("initial" if loaded else "base") if settings.reference == "auto" else settings.reference
+    model = LanguageModel(network, tokenizer, list(agents), prompts, reference)
+    if len(tokenizer) > model.vocabulary_size:
+        raise ValueError(
+            f"The tokenizer of agent_{model.agents[0]} has {len(tokenizer)} tokens, its model only "
+            f"{model.vocabulary_size}. Pass the tokenizer that belongs to the model, or resize the model's embeddings."
+        )
+    if settings.gradient_checkpointing:
+        model.checkpoint_activations()
+    return model
+
+
+def _load_base(settings: TeamSettings, model: Any, dtype: str) -> PreTrainedModel:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+
+    if is_name(model):
+        arguments = {"dtype": dtype, **(settings.model_kwargs or {})}
+        return AutoModelForCausalLM.from_pretrained(str(model), **arguments)
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"{type(settings).__name__} got a model of type {type(model).__name__}. "
+            "Pass a name, a folder or a transformers PreTrainedModel."
+        )
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise ValueError(
+            f"{type(settings).__name__} got a loaded {type(model).__name__} that carries adapters already, perhaps "
+            "because another module took it over. Load a fresh one, or pass its name or folder."
+        )
+    return model
+
+
+def _load_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(tokenizer)) if is_name(tokenizer) else tokenizer
+
+
+def _adapter_config(model: Any) -> Any:
+    """The PEFT configuration of an adapter folder or hub name, None for anything else."""
+    from peft import PeftConfig
+    from transformers.utils import find_adapter_config_file
+
+    if not is_name(model) or find_adapter_config_file(str(model)) is None:
+        return None
+    return PeftConfig.from_pretrained(str(model))
+
+
+def _new_adapters(base: PreTrainedModel, lora: LoraSettings, names: list[str]) -> PeftModel:
+    from copy import deepcopy
+
+    from peft import get_peft_model
+
+    network = get_peft_model(base, _lora_config(lora), adapter_name=names[0])
+    for name in names[1:]:
+        network.add_adapter(name, deepcopy(network.peft_config[names[0]]))
+    return network
+
+
+def _lora_config(lora: LoraSettings) -> LoraConfig:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        exclude_modules=lora.exclude_modules,
+        modules_to_save=lora.modules_to_save,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _load_adapters(base: PreTrainedModel, folders: dict[str, str]) -> PeftModel:
+    from peft import PeftConfig, PeftModel
+
+    (first, folder), *others = folders.items()
+    for path in folders.values():
+        if PeftConfig.from_pretrained(path).is_prompt_learning:
+            raise ValueError(f"The adapter {path!r} learns prompts, which is not supported. Use a LoRA adapter.")
+    network = PeftModel.from_pretrained(base, folder, adapter_name=first, is_trainable=True)
+    for name, path in others:
+        network.load_adapter(path, name, is_trainable=True)
+    return network

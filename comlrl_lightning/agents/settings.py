@@ -1,0 +1,261 @@
+"""What a user writes about the agents: plain, light descriptions. Weights load later, in `AgentTeam.build`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Reference = Literal["auto", "base", "initial"]
+
+
+def _check_choice(owner: str, name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{owner}({name}={value!r}) is unknown. Use one of {', '.join(map(repr, allowed))}.")
+
+
+def _check_count(owner: str, name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{owner}({name}={value!r}) is out of range. Use a whole number of at least {least}.")
+
+
+def is_name(model: object) -> bool:
+    """Whether a model or tokenizer is given by name or folder and not as a loaded object."""
+    return isinstance(model, (str, Path))
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """A low-rank adapter, as PEFT's `LoraConfig` understands it."""
+
+    rank: int = 16
+    """Rank of the two factors."""
+    alpha: float = 32.0
+    """Numerator of the scale: alpha / rank, or alpha / sqrt(rank) with `use_rslora`."""
+    dropout: float = 0.0
+    """Stays 0: rollouts and updates must score the same policy."""
+    target_modules: str | list[str] = "all-linear"
+    """Names of the layers that get an adapter, or "all-linear" for every linear layer but the head."""
+    exclude_modules: str | list[str] | None = None
+    """Names of layers that get none."""
+    modules_to_save: list[str] | None = None
+    """Layers that every agent copies and trains in full (slower: agents then run one after the other)."""
+    use_rslora: bool = False
+    """Rank-stabilized scale."""
+    use_dora: bool = False
+    """Weight-decomposed adapters (slower: agents then run one after the other)."""
+
+    def __post_init__(self) -> None:
+        _check_count("LoraSettings", "rank", self.rank, 1)
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ValueError(f"LoraSettings(alpha={self.alpha!r}) is out of range. Use a number above 0.")
+        if self.dropout != 0:
+            raise ValueError(
+                f"LoraSettings(dropout={self.dropout!r}) would let rollouts and updates score different policies. "
+                "Use 0."
+            )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn."""
+
+    max_new_tokens: int = 256
+    """Most tokens per completion, the end-of-sequence token included."""
+    min_new_tokens: int = 0
+    """No end-of-sequence token before so many tokens."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_p: float = 1.0
+    """Draw from the smallest set of tokens with this much probability; 1 draws from all."""
+    top_k: int | None = None
+    """Draw from so many most likely tokens; None draws from all."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion; they are cut from its text, their tokens stay in the loss."""
+    backend: Literal["native", "transformers"] = "native"
+    """Our own decoding loop, or `generate` of transformers (slower, seeded per call and not per completion)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        _check_count("Sampling", "max_new_tokens", self.max_new_tokens, 1)
+        _check_count("Sampling", "min_new_tokens", self.min_new_tokens, 0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"Sampling(min_new_tokens={self.min_new_tokens}) is above max_new_tokens={self.max_new_tokens}. "
+                "Lower it."
+            )
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"Sampling(temperature={self.temperature!r}) is out of range. Use 0 or more.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"Sampling(top_p={self.top_p!r}) is out of range. Use a number above 0 and up to 1.")
+        if self.top_k is not None:
+            _check_count("Sampling", "top_k", self.top_k, 1)
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"Sampling(stop={self.stop!r}) holds something other than texts. Use non-empty strings.")
+        _check_choice("Sampling", "backend", self.backend, ("native", "transformers"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeamSettings:
+    """What both kinds of team have in common."""
+
+    dtype: str | None = None
+    """Number format of the loaded weights: "float32", "bfloat16", "float16" or "auto" (the checkpoint's). None: "auto"
+    under adapters, "float32" for full fine-tuning. Adapters are float32 in any case."""
+    reference: Reference = "auto"
+    """Policy that the KL divergence is taken to: "base" is the model without adapters, "initial" the agents as they
+    were loaded, "auto" the latter when trained adapters were loaded. Full fine-tuning always keeps a frozen copy."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, more time."""
+    model_kwargs: dict[str, Any] | None = None
+    """More arguments for `from_pretrained` of the models."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """More arguments for the chat template, such as `enable_thinking: false`."""
+    max_prompt_tokens: int | None = None
+    """Longest prompt; the model's own limit holds in any case."""
+    long_prompts: Literal["truncate", "error"] = "truncate"
+    """Cut longer prompts from the left (with one warning), or raise an error."""
+
+    def _check_common(self) -> None:
+        owner = type(self).__name__
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        _check_choice(owner, "dtype", self.dtype, (None, "auto", "float32", "bfloat16", "float16", "float64"))
+        _check_choice(owner, "reference", self.reference, ("auto", "base", "initial"))
+        _check_choice(owner, "long_prompts", self.long_prompts, ("truncate", "error"))
+        if self.max_prompt_tokens is not None:
+            _check_count(owner, "max_prompt_tokens", self.max_prompt_tokens, 1)
+
+    def _check_loaded(self, models: list[Any], argument: str) -> None:
+        loaded = [model for model in models if not is_name(model)]
+        if not loaded:
+            return
+        for name, value in (("dtype", self.dtype), ("model_kwargs", self.model_kwargs)):
+            if value is not None:
+                raise ValueError(
+                    f"{type(self).__name__}({name}={value!r}) cannot apply to a model that is already loaded. "
+                    f"Pass {argument} by name or folder, or leave {name} out."
+                )
+
+
+@dataclass(frozen=True)
+class SharedBase(TeamSettings):
+    """One frozen language model for all agents, one LoRA adapter per agent.
+
+    A loaded model is taken over: adapters are added to it, its weights are frozen, its dropout is switched off.
+    """
+
+    model: str | Any
+    """Hub name, local folder or loaded `PreTrainedModel`."""
+    num_agents: int
+    """Number of agents."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    """Shape of the adapters; unused when `adapters` are loaded."""
+    adapters: list[str] | None = None
+    """Adapter folders to go on from, one per agent."""
+    tokenizer: str | Any | None = None
+    """Name, folder or loaded tokenizer; None takes the model's. Required with a loaded model."""
+
+    def __post_init__(self) -> None:
+        self._check_common()
+        _check_count("SharedBase", "num_agents", self.num_agents, 1)
+        self._check_loaded([self.model], "model")
+        if not is_name(self.model) and self.tokenizer is None:
+            raise ValueError("SharedBase(model=...) is a loaded model without a tokenizer. Pass tokenizer= too.")
+        if not isinstance(self.lora, LoraSettings):
+            raise ValueError(
+                f"SharedBase(lora={self.lora!r}) is not a LoraSettings. Agents that share a base need adapters; "
+                "use Separate(models=[...]) for full fine-tuning."
+            )
+        if self.adapters is not None and len(self.adapters) != self.num_agents:
+            raise ValueError(
+                f"SharedBase(adapters=...) holds {len(self.adapters)} folders for num_agents={self.num_agents}. "
+                "Give one per agent."
+            )
+
+
+@dataclass(frozen=True)
+class Separate(TeamSettings):
+    """A language model of its own for every agent: other architectures, vocabularies, sizes, or full fine-tuning.
+
+    Loaded models are taken over: their dropout is switched off, and under `lora` their weights are frozen.
+    """
+
+    models: list[Any]
+    """Hub names, local folders (adapter folders too) or loaded `PreTrainedModel` objects, one per agent."""
+    lora: LoraSettings | None = None
+    """Shape of the adapters; None trains all weights. Adapter folders go on training the adapter they hold."""
+    tokenizers: list[Any] | None = None
+    """Names, folders or loaded tokenizers, one per agent; None takes the models'. Required with loaded models."""
+
+    def __post_init__(self) -> None:
+        self._check_common()
+        if is_name(self.models) or not self.models:
+            raise ValueError(f"Separate(models={self.models!r}) holds no models. Give a list, one model per agent.")
+        self._check_loaded(list(self.models), "models")
+        if self.tokenizers is not None and len(self.tokenizers) != len(self.models):
+            raise ValueError(
+                f"Separate(tokenizers=...) holds {len(self.tokenizers)} tokenizers for {len(self.models)} models. "
+                "Give one per agent."
+            )
+        loaded = [(agent, model) for agent, model in enumerate(self.models) if not is_name(model)]
+        for agent, _ in loaded:
+            if self.tokenizers is None or self.tokenizers[agent] is None:
+                raise ValueError(
+                    f"Separate(models=...) holds a loaded model for agent_{agent} without a tokenizer. "
+                    "Pass tokenizers=[...], one per agent."
+                )
+        for position, (agent, model) in enumerate(loaded):
+            for other, candidate in loaded[:position]:
+                if candidate is model:
+                    raise ValueError(
+                        f"Separate(models=...) holds the same loaded model for agent_{other} and agent_{agent}. "
+                        "Pass copies, or SharedBase for agents that share weights."
+                    )
+
+    @property
+    def num_agents(self) -> int:
+        """Number of agents."""
+        return len(self.models)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {name: _plain(inner) for name, inner in vars(value).items()}
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def to_plain(settings: SharedBase | Separate) -> dict[str, Any]:
+    """Plain values in the form of a configuration file: `class_path` and `init_args`, loaded objects left out."""
+    arguments = {name: value for name, value in _plain(settings).items() if _is_plain(value)}
+    return {"class_path": f"comlrl_lightning.{type(settings).__name__}", "init_args": arguments}
+
+
+def from_plain(plain: Mapping[str, Any]) -> SharedBase | Separate:
+    """Inverse of `to_plain`.
+
+    Raises:
+        ValueError: A loaded model was left out, so that the settings must be given again.
+    """
+    cls = SharedBase if plain["class_path"].endswith(".SharedBase") else Separate
+    arguments = dict(plain["init_args"])
+    missing = "model" if cls is SharedBase else "models"
+    if missing not in arguments:
+        raise ValueError(f"{cls.__name__}({missing}=...) was a loaded model, which is not stored. Pass agents= again.")
+    if isinstance(arguments.get("lora"), Mapping):
+        arguments["lora"] = LoraSettings(**arguments["lora"])
+    return cls(**arguments)

@@ -1,0 +1,215 @@
+"""The agents behind one face: prompts to completions, completions to log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from comlrl_lightning.agents.generation import GenerationRequest, Row, Sampled, generate
+from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
+from comlrl_lightning.agents.sampling import StopStrings
+from comlrl_lightning.agents.scoring import score
+from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
+from comlrl_lightning.agents.transformers_backend import generate_with_transformers
+from comlrl_lightning.rollouts.types import Completion, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What a policy says about sampled tokens, one row per completion, padded on the right."""
+
+    log_probs: Tensor
+    """`[R, C]` log-probabilities, 0 at padding."""
+    entropy: Tensor
+    """`[R, C]` entropies of the distributions that the tokens were drawn from, 0 at padding."""
+    completion_mask: Tensor
+    """`[R, C]` True = counts."""
+
+
+class AgentTeam(nn.Module):
+    """Language models that answer as a team.
+
+    Args:
+        models: One model for all agents, or one per agent.
+    """
+
+    def __init__(self, models: Sequence[LanguageModel]) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+        self._speakers = {agent: model for model in models for agent in model.agents}
+        self.num_agents = len(self._speakers)
+        for agent in range(self.num_agents):
+            self.agent_parameters(agent)
+
+    @classmethod
+    def build(cls, settings: SharedBase | Separate) -> AgentTeam:
+        """Load the weights that the settings describe."""
+        from comlrl_lightning.agents.loading import load_models
+
+        return cls(load_models(settings))
+
+    def encode(self, agent: int, prompt: Prompt) -> tuple[int, ...]:
+        """`[P]` token ids of a prompt, special tokens included, cut if too long."""
+        return self._speakers[agent].prompts.encode(agent, prompt)
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, progress: Callable[[int], None] | None = None
+    ) -> list[tuple[Completion, ...]]:
+        """Sample completions, in one batch per language model.
+
+        Args:
+            requests: Any mix of agents and prompts.
+            sampling: How to draw.
+            progress: Called after every token with the number of completions that are still being sampled.
+
+        Returns:
+            The K completions of each request, in order.
+        """
+        rows: list[Row] = []
+        for request in requests:
+            speaker = self._speakers[request.agent]
+            limit = speaker.prompt_limit(request.agent, sampling.max_new_tokens)
+            ids = speaker.prompts.encode(request.agent, request.prompt, limit)
+            rows += [Row(request.agent, ids, key) for key in request.keys]
+        sampled: dict[int, Sampled] = {}
+        sample = generate if sampling.backend == "native" else generate_with_transformers
+        with self.rollout_mode():
+            for model, batch in self._batches([row.agent for row in rows]):
+                results = sample(model, [rows[index] for index in batch], sampling, progress)
+                sampled.update(zip(batch, results, strict=True))
+        position = iter(range(len(rows)))
+        return [
+            tuple(
+                self._completion(request, rows[index].prompt_ids, sampled[index], sampling)
+                for index in islice(position, len(request.keys))
+            )
+            for request in requests
+        ]
+
+    def _batches(self, agents: Sequence[int]) -> Iterator[tuple[LanguageModel, list[int]]]:
+        """Language models with the rows that they take in one batch, ordered by agent."""
+        by_agent: dict[int, list[int]] = {}
+        for index, agent in enumerate(agents):
+            by_agent.setdefault(agent, []).append(index)
+        for model in self._models():
+            groups = [by_agent[agent] for agent in model.agents if agent in by_agent]
+            if model.mixes_agents and groups:
+                groups = [list(chain.from_iterable(groups))]
+            yield from ((model, group) for group in groups)
+
+    def _models(self) -> list[LanguageModel]:
+        return list(dict.fromkeys(self._speakers.values()))
+
+    def _completion(
+        self, request: GenerationRequest, prompt_ids: tuple[int, ...], sampled: Sampled, sampling: Sampling
+    ) -> Completion:
+        speaker = self._speakers[request.agent]
+        stop = StopStrings(sampling.stop, speaker.tokenizer)
+        ended = sampled.token_ids[-1] in speaker.end_ids or (bool(sampling.stop) and stop.reached(sampled.token_ids))
+        return Completion(
+            agent=request.agent,
+            prompt=request.prompt,
+            prompt_ids=prompt_ids,
+            token_ids=sampled.token_ids,
+            log_probs=sampled.log_probs,
+            text=stop.cut(speaker.tokenizer.decode(sampled.token_ids, skip_special_tokens=True)),
+            truncated=not ended,
+        )
+
+    def log_probs(
+        self, completions: Sequence[Completion], *, temperature: float, reference: bool = False
+    ) -> TokenScores:
+        """Score completions under the agents' present policies, with gradients where they are enabled.
+
+        Args:
+            completions: `[R]`, any mix of agents.
+            temperature: Divides the logits.
+            reference: Score under the reference policies instead.
+
+        Returns:
+            The scores, in the order of the completions.
+        """
+        lengths = [len(completion.token_ids) for completion in completions]
+        device = self._models()[0].device
+        parts: list[tuple[Tensor, Tensor]] = []
+        order: list[int] = []
+        for model, batch in self._batches([completion.agent for completion in completions]):
+            scores = score(model, [completions[index] for index in batch], temperature, reference=reference)
+            parts.append((scores[0].to(device), scores[1].to(device)))
+            order += batch
+        rows = torch.tensor([index for index in order for _ in range(lengths[index])], dtype=torch.long, device=device)
+        columns = torch.tensor(
+            [column for index in order for column in range(lengths[index])], dtype=torch.long, device=device
+        )
+        mask = torch.zeros(len(lengths), max(lengths, default=0), dtype=torch.bool, device=device)
+        mask[rows, columns] = True
+        if not parts:
+            return TokenScores(mask.float(), mask.float(), mask)
+        log_probs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
+        return TokenScores(_placed(log_probs, rows, columns, mask), _placed(entropy, rows, columns, mask), mask)
+
+    def agent_parameters(self, agent: int) -> dict[str, nn.Parameter]:
+        """The trained parameters of one agent, by their names in `named_parameters`.
+
+        Raises:
+            ValueError: There are none.
+        """
+        model, name = self._speakers[agent], adapter_name(agent)
+        prefix = f"models.{self._models().index(model)}."
+        parameters = {
+            prefix + path: parameter
+            for path, parameter in model.named_parameters()
+            if parameter.requires_grad and (model.adapters is None or name in path.split("."))
+        }
+        if not parameters:
+            raise ValueError(
+                f"agent_{agent} has no trainable parameters. Check the target modules of its adapter, "
+                "and that its weights require gradients."
+            )
+        return parameters
+
+    def add_reference(self) -> None:
+        """Keep the agents' present policies as the reference policies (nothing to keep if these are the base model)."""
+        for model in self._models():
+            model.add_reference()
+
+    def save(self, folder: str | Path) -> None:
+        """Write one standard folder per agent, ``agent_0``, ``agent_1``, ...: a PEFT adapter or a model, and tokenizer.
+
+        Args:
+            folder: Where; made if it is missing.
+        """
+        for model in self._models():
+            names = [adapter_name(agent) for agent in model.agents]
+            if model.adapters is None:
+                model.causal.save_pretrained(Path(folder, names[0]))
+            else:
+                # Adapters on the head are low-rank factors too: no need to write the whole head.
+                model.adapters.network.save_pretrained(
+                    str(folder), selected_adapters=names, save_embedding_layers=False
+                )
+            for name in names:
+                model.tokenizer.save_pretrained(Path(folder, name))
+
+    @contextmanager
+    def rollout_mode(self) -> Iterator[None]:
+        """Evaluation mode without gradients; every module's former mode comes back, after exceptions too."""
+        modes = [(module, module.training) for module in self.modules()]
+        self.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+def _placed(values: Tensor, rows: Tensor, columns: Tensor, mask: Tensor) -> Tensor:
+    """`[R, C]` values at their places, 0 elsewhere."""
+    return values.new_zeros(mask.shape).index_put((rows, columns), values)
