@@ -23,23 +23,27 @@ def rank() -> int:
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """Sum `tensor` over all processes, in place."""
-    if world_size() > 1:
-        dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
-    return tensor
+    """The sum of `tensor` over all processes, on the device of `tensor`."""
+    return _all_reduce(tensor, dist.ReduceOp.SUM)
 
 
-def sum_over_ranks(value: float, device: torch.device) -> float:
+def sum_over_ranks(value: float) -> float:
     """Sum of one number over all processes."""
-    return float(all_reduce_sum(torch.tensor(float(value), dtype=torch.float64, device=device)))
+    return float(all_reduce_sum(torch.tensor(float(value), dtype=torch.float64)))
 
 
-def max_over_ranks(value: int, device: torch.device) -> int:
+def max_over_ranks(value: int) -> int:
     """Largest of one number over all processes."""
-    tensor = torch.tensor(value, dtype=torch.int64, device=device)
-    if world_size() > 1:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return int(tensor)
+    return int(_all_reduce(torch.tensor(value), dist.ReduceOp.MAX))
+
+
+def _all_reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    if world_size() == 1:
+        return tensor
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    reduced = tensor.detach().to(device, copy=True)
+    dist.all_reduce(reduced, op=operation)
+    return reduced.to(tensor.device)
 
 
 def gather_objects(values: Sequence[T]) -> list[T]:

@@ -235,10 +235,6 @@ class CooperativeModule(BufferedUpdates):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.lr_scheduler(optimizer), "name": "lr"}}
 
     @override
-    def transfer_batch_to_device(self, batch: TaskBatch, device: torch.device, dataloader_idx: int) -> TaskBatch:
-        return batch  # task items are the user's and stay where they are
-
-    @override
     def on_fit_start(self) -> None:
         if self.trainer.precision in ("16-mixed", "16-true"):
             raise ValueError(
@@ -276,14 +272,14 @@ class CooperativeModule(BufferedUpdates):
                 callback.on_rollout_progress(turn, rows_running)
 
     def _record_collection(self, rollouts: Rollouts, credited: Sequence[CreditedNode]) -> None:
-        self.env_step += round(sum_over_ranks(rollouts.num_scored, self.device))
+        self.env_step += round(sum_over_ranks(rollouts.num_scored))
         record_nodes(self.training_metrics, credited, self.interface.reward.pop_parts())
         record_collection(self.training_metrics, rollouts)
         if not self._warned_of_stops and stops_with_reward(rollouts, self.shape):
             self._warned_of_stops = True
             rank_zero_warn(
-                f"early_termination_threshold={self.shape.early_termination_threshold} stopped a node with a positive mean"
-                " reward: it gets 0 for the turns that it does not play, so that its better start is punished. Shift"
+                f"early_termination_threshold={self.shape.early_termination_threshold} stopped a node with a positive"
+                " mean reward: it gets 0 for the turns that it does not play, so that its better start is punished. Shift"
                 " rewards to be at most 0, or leave the threshold out."
             )
 

@@ -237,7 +237,7 @@ class GroupRelativeLearner:
             for agent in range(num_agents):
                 moments[entry.node.turn - 1, agent] += batch_moments(values[agent][None])
         if self.normalization == "batch":
-            moments = all_reduce_sum(moments.to(self.team.device)).cpu()
+            moments = all_reduce_sum(moments)
         advantages = []
         for position, (entry, values) in enumerate(zip(buffer, returns, strict=True)):
             rows = [
@@ -257,7 +257,7 @@ class GroupRelativeLearner:
 
     def _mean_weight(self, buffer: Sequence[CreditedNode]) -> float:
         totals = torch.tensor([sum(entry.weight for entry in buffer), len(buffer)], dtype=torch.float64)
-        weight, count = all_reduce_sum(totals.to(self.team.device)).tolist()
+        weight, count = all_reduce_sum(totals).tolist()
         return weight / count if count else 1.0
 
     def _is_silent(self, advantages: Tensor) -> bool:

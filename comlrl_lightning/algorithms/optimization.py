@@ -27,8 +27,7 @@ def average_gradients(groups: Sequence[Group], num_nodes: int, is_active: Sequen
     Returns:
         `[N]` whether any rank has one.
     """
-    device = groups[0][0].device
-    counts = torch.tensor([num_nodes, *map(int, is_active)], dtype=torch.float64, device=device)
+    counts = torch.tensor([num_nodes, *map(int, is_active)], dtype=torch.float64)
     total, *active = all_reduce_sum(counts).tolist()
     for group, has_gradient in zip(groups, active, strict=True):
         if has_gradient:

@@ -65,8 +65,8 @@ class GroupRelativeModule(CooperativeModule):
             return
         given = f"sampling with top_p={sampling.top_p} and top_k={sampling.top_k}"
         bias = (
-            "cuts the distribution that completions come from, while the update scores the full one: a constant positive"
-            " advantage then pushes the kept tokens up and the entropy falls."
+            "cuts the distribution that completions come from, while the update scores the full one: a constant"
+            " positive advantage then pushes the kept tokens up and the entropy falls."
         )
         if self.baseline == "none":
             raise ValueError(f"{name}: {given} {bias} Use top_p=1.0 and top_k=None, or an algorithm with a baseline.")

@@ -48,7 +48,7 @@ class BufferedUpdates(LightningModule):
 
     def _buffer_is_full(self) -> bool:
         """Whether the buffers of all ranks together hold enough; the same answer on every rank."""
-        size = sum_over_ranks(len(self.buffer), self.device)
+        size = sum_over_ranks(len(self.buffer))
         return size > 0 and size >= (self.updates.rollout_buffer_size or 0)
 
     def _update(self) -> None:
@@ -56,7 +56,7 @@ class BufferedUpdates(LightningModule):
         started = time.perf_counter()
         updates = self.updates
         per_rank = None if updates.train_batch_size is None else max(1, updates.train_batch_size // world_size())
-        largest = max_over_ranks(len(self.buffer), self.device)
+        largest = max_over_ranks(len(self.buffer))
         if not largest:
             return
         num_batches = 1 if per_rank is None else -(-largest // per_rank)
