@@ -86,7 +86,9 @@ class FakeModule(LightningModule):
     on_test_epoch_end = on_validation_epoch_end
 
     def evaluation_rollouts(self) -> Rollouts:
-        nodes, items, indices = [], [], []
+        nodes: list[Node] = []
+        items: list[Any] = []
+        indices: list[int] = []
         for part in self.evaluated:
             for entry in part.nodes:
                 copy = entry.to_state() | {"task": entry.task + len(items)}

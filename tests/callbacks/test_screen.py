@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
-import wandb
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
@@ -21,11 +20,9 @@ from tests.callbacks.fakes import FakeModule, data, quiet_trainer
 
 
 @pytest.fixture
-def no_wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs of Weights & Biases that go nowhere and end with the test."""
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    yield
-    wandb.finish()
+def no_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loggers of Weights & Biases without a run."""
+    monkeypatch.setattr(TaskWandbLogger, "experiment", MagicMock())
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
