@@ -2,40 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from pkgutil import resolve_name
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import numpy as np
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import IterableDataset
 from typing_extensions import override
 
-from comlrl_lightning.calls import short
-
-Row = dict[str, Any]
-Indexed = tuple[int, Row]
-
-
-@runtime_checkable
-class _Table(Protocol):
-    """A dataset with a length and rows by number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-@runtime_checkable
-class _ShufflingStream(Protocol):
-    """An iterable dataset that shuffles itself, anew in each epoch, as `datasets.IterableDataset` does."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def shuffle(self, seed: int) -> _ShufflingStream: ...
-
-    def set_epoch(self, epoch: int) -> None: ...
+from comlrl_lightning.splits import Indexed, Split, imported, is_description, load
 
 
 class EpochPosition:
@@ -156,8 +130,8 @@ class TaskLoader:
             for name, value in self._meaning().items():
                 if state[name] != value:
                     raise ValueError(
-                        f"{name}={value}, but the checkpoint was saved inside an epoch with {name}={state[name]}. "
-                        "Set it back to resume there, or start from a checkpoint at the end of an epoch."
+                        f"{self.split.argument}: {name}={value}, but the checkpoint was saved inside an epoch with "
+                        f"{name}={state[name]}. Set it back, or resume from a checkpoint saved at the end of an epoch."
                     )
         position.epoch, position.items = state["epoch"], state["position"]
 
@@ -173,93 +147,6 @@ class SizedTaskLoader(TaskLoader):
         num_items, limit, step = self.split.num_items, self.limit(), self.world_size * self.batch_size
         assert num_items is not None, "a split without a length"
         return -(-min(num_items, num_items if limit is None else limit) // step)
-
-
-class Split:
-    """The rows of one dataset, in the order of an epoch.
-
-    Args:
-        dataset: `datasets.Dataset`, `datasets.IterableDataset`, a sequence of dicts or an iterable of them.
-        argument: Name of the argument that it was given as.
-        shuffle: Whether each epoch has its own order.
-        seed: Seed of the orders.
-
-    Raises:
-        ValueError: If it is something else, empty, or cannot be shuffled.
-    """
-
-    def __init__(self, dataset: object, argument: str, shuffle: bool = False, seed: int = 0) -> None:
-        self.argument = argument
-        self.shuffle = shuffle
-        self.seed = seed
-        self.num_items: int | None = None
-        self._table: _Table | None = None
-        self._stream: Iterable[Any] = ()
-        if isinstance(dataset, Mapping):
-            raise ValueError(f"{argument} holds the splits {list(dataset)}. Give one of them, {argument}=...[name].")
-        if isinstance(dataset, Iterator):
-            raise ValueError(
-                f"{argument}={short(dataset)} can be read only once, but every epoch reads it. "
-                "Give a list, or datasets.IterableDataset.from_generator(...)."
-            )
-        if isinstance(dataset, IterableDataset):
-            self._open_stream(dataset)
-        elif isinstance(dataset, _Table) and not isinstance(dataset, str):
-            self._open_table(dataset)
-        elif isinstance(dataset, Iterable) and not isinstance(dataset, str):
-            self._open_stream(dataset)
-        else:
-            raise ValueError(
-                f"{argument}={short(dataset)} is not a dataset. Give a datasets.Dataset, a datasets.IterableDataset or "
-                "a list of dicts."
-            )
-
-    def _open_table(self, table: _Table) -> None:
-        self._table, self.num_items = table, len(table)
-        if not self.num_items:
-            raise ValueError(f"{self.argument} has no rows. Give at least one.")
-        self._checked(0, table[0])
-
-    def _open_stream(self, stream: Iterable[Any]) -> None:
-        self._stream = stream
-        if not self.shuffle:
-            return
-        if not isinstance(stream, _ShufflingStream):
-            raise ValueError(
-                f"shuffle=True cannot reorder {self.argument}={short(stream)}, which has no length. "
-                "Give a dataset with a length, a datasets.IterableDataset, or shuffle=False."
-            )
-        self._stream = stream.shuffle(seed=self.seed)
-
-    def read(self, epoch: int, start: int) -> Iterator[Indexed]:
-        """Index and row of each item of `epoch` from position `start` on."""
-        if self._table is not None:
-            for index in self._order(epoch)[start:]:
-                yield int(index), self._checked(int(index), self._table[int(index)])
-            return
-        if self.shuffle and isinstance(self._stream, _ShufflingStream):
-            self._stream.set_epoch(epoch)
-        for index, row in islice(enumerate(self._stream), start, None):
-            yield index, self._checked(index, row)
-
-    def meaning(self) -> dict[str, Any]:
-        """What gives a position in an epoch its meaning."""
-        return {"shuffle": self.shuffle, "seed": self.seed if self.shuffle else 0, "number of rows": self.num_items}
-
-    def _order(self, epoch: int) -> Any:
-        assert self.num_items is not None
-        if not self.shuffle:
-            return range(self.num_items)
-        return np.random.default_rng((self.seed, epoch)).permutation(self.num_items)
-
-    def _checked(self, index: int, row: object) -> Row:
-        if isinstance(row, dict):
-            return row
-        if isinstance(row, Mapping):
-            return dict(row)
-        raise ValueError(
-            f"Row {index} of {self.argument} is {short(row)}. Give dicts, for instance {{'prompt': 'a task'}}."
-        )
 
 
 class TaskDataModule(LightningDataModule):
@@ -302,12 +189,12 @@ class TaskDataModule(LightningDataModule):
         self.eval_num_samples = eval_num_samples
         self.shuffle = shuffle
         self.seed = seed
-        self._sources = {"train_dataset": _imported(train_dataset, "train_dataset")}
+        self._sources = {"train_dataset": imported(train_dataset, "train_dataset")}
         if eval_dataset is not None:
-            self._sources["eval_dataset"] = _imported(eval_dataset, "eval_dataset")
+            self._sources["eval_dataset"] = imported(eval_dataset, "eval_dataset")
         self._splits: dict[str, Split] = {}
         for argument, source in self._sources.items():
-            if not _is_description(source):
+            if not is_description(source):
                 self._open(argument)
 
     @property
@@ -341,8 +228,8 @@ class TaskDataModule(LightningDataModule):
     def train_dataloader(self) -> TaskLoader:
         """Batches of the training split for this rank, from the position that a checkpoint left."""
         # Lightning names the epoch only after it has read the first item of a stream: begin with the right one.
-        position = EpochPosition(0 if self.trainer is None else self.trainer.fit_loop.epoch_progress.current.processed)
-        return self._loader(self._open("train_dataset"), self.batch_size, position=position)
+        epoch = 0 if self.trainer is None else self.trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+        return self._loader(self._open("train_dataset"), self.batch_size, position=EpochPosition(epoch))
 
     @override
     def val_dataloader(self) -> TaskLoader | list[TaskLoader]:
@@ -363,7 +250,7 @@ class TaskDataModule(LightningDataModule):
 
     def _open(self, argument: str) -> Split:
         if argument not in self._splits:
-            dataset = _load(self._sources[argument], argument)
+            dataset = load(self._sources[argument], argument)
             shuffle = self.shuffle and argument == "train_dataset"
             self._splits[argument] = Split(dataset, argument, shuffle, self.seed)
         return self._splits[argument]
@@ -379,45 +266,3 @@ class TaskDataModule(LightningDataModule):
 def _check_positive(argument: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{argument}={value!r} is not a positive whole number. Give 1 or more.")
-
-
-def _is_description(source: object) -> bool:
-    """Whether the rows come out of `source` by a call that may take long."""
-    return callable(source) or (isinstance(source, Mapping) and "path" in source)
-
-
-def _imported(source: object, argument: str) -> object:
-    """What an import path names; anything else as it is."""
-    if not isinstance(source, str):
-        return source
-    module, _, name = source.rpartition(".")
-    problem = (
-        f"{argument}={source!r} is not the import path of a function that returns a dataset. Give module.function, or "
-        f"the arguments of load_dataset, for instance {{path: json, data_files: {source}, split: train}}."
-    )
-    if not module or not all(part.isidentifier() for part in source.split(".")):
-        raise ValueError(problem)
-    try:
-        imported: object = resolve_name(f"{module}:{name}")
-    except (ModuleNotFoundError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(f"{problem} ({error})") from error
-    return imported
-
-
-def _load(source: object, argument: str) -> object:
-    """The dataset behind a function or behind arguments of `load_dataset`."""
-    if not _is_description(source):
-        return source
-    if callable(source):
-        return source()
-    assert isinstance(source, Mapping)
-    from datasets import load_dataset
-
-    loaded = load_dataset(**source)
-    if isinstance(loaded, Mapping):
-        if len(loaded) > 1:
-            raise ValueError(f"{argument}={dict(source)} names no split. Add split, one of {list(loaded)}.")
-        return next(iter(loaded.values()))
-    return loaded
