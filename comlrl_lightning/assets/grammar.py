@@ -7,7 +7,6 @@ and everything after it must agree: the pronoun, the names, the place. A friend 
 
 import random
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -24,10 +23,25 @@ PLACES = (
 )
 MAX_SENTENCES = 9
 
-_WOMEN = ("Mia", "Ann", "Lily", "Rose", "Zoe", "Emma")
-_MEN = ("Ben", "Tom", "Max", "Sam", "Leo", "Finn")
-_PRONOUNS = dict.fromkeys(_WOMEN, "she") | dict.fromkeys(_MEN, "he")
-_KINDS = (*ANIMALS, "dragon", "dinosaur", "robot", "wizard")
+_CHARACTERS = {  # kind: name, pronoun, kind of the friend
+    "fox": ("Finn", "he", "rabbit"),
+    "bear": ("Ben", "he", "owl"),
+    "rabbit": ("Rose", "she", "bear"),
+    "owl": ("Olive", "she", "mouse"),
+    "mouse": ("Mia", "she", "horse"),
+    "cat": ("Cleo", "she", "dog"),
+    "dog": ("Dan", "he", "hen"),
+    "frog": ("Fred", "he", "duck"),
+    "duck": ("Dora", "she", "frog"),
+    "horse": ("Hugo", "he", "goat"),
+    "goat": ("Greta", "she", "cat"),
+    "hen": ("Hanna", "she", "fox"),
+    "dragon": ("Drake", "he", "mouse"),
+    "dinosaur": ("Dino", "he", "frog"),
+    "robot": ("Rob", "he", "cat"),
+    "hero": ("Hilda", "she", "dog"),
+    "wizard": ("Wanda", "she", "owl"),
+}
 _SCENES = (*PLACES, "in the clouds", "on Mars", "on the moon", "at the fair")
 
 # `{slot}` is another rule, `<slot>` is filled from the story's cast.
@@ -54,7 +68,9 @@ _RULES: dict[str, tuple[str, ...]] = {
         "<friend> {act}.",
         "{when} they {act}.",
         "<hero> and <friend> {act}.",
+        '"I am {mood}," said <friend>.',
         '"You are {mood}," said <friend>.',
+        '"You are {mood}," said <hero>.',
     ),
     "closing": ("In the end, {hero} was {mood}.", "That night, {hero} slept well.", "It was a good day."),
     "closing_together": ("In the end, they were friends.", "That night, they slept well.", "It was a good day."),
@@ -97,27 +113,23 @@ class Topic:
 class Cast:
     """The choices that every sentence of one story has to respect."""
 
-    hero: str
-    """The hero's name; it fixes the pronoun."""
     topic: Topic
-    """The hero's kind and the place."""
-    friend: str = ""
-    """The friend's name, empty until the friend has come along."""
-    friend_kind: str = ""
-    """The friend's kind, another one than the hero's."""
+    """The hero's kind, which fixes the rest of the cast, and the place."""
+    has_friend: bool = False
+    """Whether the friend has come along."""
 
     def words(self) -> dict[str, str]:
         """Return the text of every `<slot>`."""
-        pronoun = _PRONOUNS[self.hero]
+        hero, pronoun, friend_kind = _CHARACTERS[self.topic.kind]
         return {
-            "hero": self.hero,
+            "hero": hero,
             "she": pronoun,
             "She": pronoun.capitalize(),
             "kind": self.topic.kind,
             "article": _article(self.topic.kind),
             "place": self.topic.place,
-            "friend": self.friend,
-            "friend_kind": self.friend_kind,
+            "friend": _CHARACTERS[friend_kind][0],
+            "friend_kind": friend_kind,
         }
 
 
@@ -133,19 +145,19 @@ def write_story(topic: Topic, rng: random.Random) -> str:
         topic: The hero's kind and the place.
         rng: Where every choice comes from, the length included.
     """
-    cast = Cast(hero=rng.choice(sorted(_PRONOUNS)), topic=topic)
+    cast = Cast(topic)
     num_sentences = rng.randint(1, MAX_SENTENCES)
     meeting = rng.randint(1, 2 * MAX_SENTENCES // 3)
     has_closing = num_sentences > 2 and rng.random() < 0.5
     sentences = [_write("opening", cast, rng)]
     for position in range(1, num_sentences - has_closing):
         if position == meeting:
-            cast = _with_friend(cast, rng)
+            cast = replace(cast, has_friend=True)
             sentences.append(_write("meeting", cast, rng))
         else:
-            sentences.append(_write("together" if cast.friend and rng.random() < 0.6 else "body", cast, rng))
+            sentences.append(_write("together" if cast.has_friend and rng.random() < 0.6 else "body", cast, rng))
     if has_closing:
-        sentences.append(_write("closing_together" if cast.friend else "closing", cast, rng))
+        sentences.append(_write("closing_together" if cast.has_friend else "closing", cast, rng))
     return " ".join(sentences)
 
 
@@ -156,17 +168,16 @@ def parses(text: str) -> bool:
     if cast is None or len(rest) >= MAX_SENTENCES:
         return False
     for position, sentence in enumerate(rest, start=1):
-        met = None if cast.friend else _cast_of_meeting(sentence, cast)
-        if met is not None:
-            cast = met
-        elif not _fits(sentence, cast, is_last=position == len(rest)):
+        if not cast.has_friend and _fits("meeting", sentence, cast):
+            cast = replace(cast, has_friend=True)
+        elif not any(_fits(symbol, sentence, cast) for symbol in _symbols(cast, is_last=position == len(rest))):
             return False
     return True
 
 
 def random_topic(rng: random.Random) -> Topic:
     """Return a topic of any kind and place that the grammar knows."""
-    return Topic(rng.choice(_KINDS), rng.choice(_SCENES))
+    return Topic(rng.choice(tuple(_CHARACTERS)), rng.choice(_SCENES))
 
 
 def _article(noun: str) -> str:
@@ -183,61 +194,40 @@ def _write(symbol: str, cast: Cast, rng: random.Random) -> str:
     return _SLOT.sub(fill, rng.choice(_RULES[symbol]))
 
 
-def _with_friend(cast: Cast, rng: random.Random) -> Cast:
-    names = sorted(_PRONOUNS.keys() - {cast.hero})
-    kinds = [animal for animal in ANIMALS if animal != cast.topic.kind]
-    return replace(cast, friend=rng.choice(names), friend_kind=rng.choice(kinds))
-
-
 def _cast_of_opening(sentence: str) -> Cast | None:
-    match = _match(
-        "opening", sentence, {"hero": tuple(_PRONOUNS), "kind": _KINDS, "place": _SCENES, "article": ("a", "an")}
-    )
-    if match is None:
-        return None
-    cast = Cast(hero=match["hero"], topic=Topic(match["kind"], match["place"]))
-    return cast if match.get("article", cast.words()["article"]) == cast.words()["article"] else None
-
-
-def _cast_of_meeting(sentence: str, cast: Cast) -> Cast | None:
-    names = tuple(name for name in _PRONOUNS if name != cast.hero)
-    kinds = tuple(animal for animal in ANIMALS if animal != cast.topic.kind)
-    match = _match("meeting", sentence, _fixed(cast) | {"friend": names, "friend_kind": kinds})
-    return None if match is None else replace(cast, friend=match["friend"], friend_kind=match["friend_kind"])
-
-
-def _fits(sentence: str, cast: Cast, *, is_last: bool) -> bool:
-    symbols = ["body", "together"] if cast.friend else ["body"]
-    if is_last:
-        symbols.append("closing_together" if cast.friend else "closing")
-    return any(_match(symbol, sentence, _fixed(cast)) is not None for symbol in symbols)
-
-
-def _fixed(cast: Cast) -> dict[str, tuple[str, ...]]:
-    return {slot: (word,) for slot, word in cast.words().items()}
-
-
-def _match(symbol: str, sentence: str, words: Mapping[str, tuple[str, ...]]) -> dict[str, str] | None:
-    for pattern in _patterns(symbol, tuple(words.items())):
-        if match := pattern.fullmatch(sentence):
-            return match.groupdict()
+    for kind in _CHARACTERS:
+        for place in _SCENES:
+            cast = Cast(Topic(kind, place))
+            if kind in sentence and place in sentence and _fits("opening", sentence, cast):
+                return cast
     return None
 
 
+def _symbols(cast: Cast, *, is_last: bool) -> list[str]:
+    body = ["body", "together"] if cast.has_friend else ["body"]
+    closing = ["closing_together" if cast.has_friend else "closing"] if is_last else []
+    return body + closing
+
+
+def _fits(symbol: str, sentence: str, cast: Cast) -> bool:
+    return _pattern(symbol, cast).fullmatch(sentence) is not None
+
+
 @lru_cache(maxsize=4096)
-def _patterns(symbol: str, words: tuple[tuple[str, tuple[str, ...]], ...]) -> list[re.Pattern[str]]:
-    choices = dict(words)
+def _pattern(symbol: str, cast: Cast) -> re.Pattern[str]:
+    words = cast.words()
+
+    def any_of(rule: str) -> str:
+        return f"(?:{'|'.join(map(expand, _RULES[rule]))})"
 
     def expand(template: str) -> str:
-        literal, *slots = re.split(r"(\{\w+\}|<\w+>)", template)
-        return re.escape(literal) + "".join(map(piece, slots))
+        return "".join(map(piece, re.split(r"(\{\w+\}|<\w+>)", template)))
 
     def piece(part: str) -> str:
-        if part.startswith("{"):
-            return f"(?:{'|'.join(map(expand, _RULES[part[1:-1]]))})"
-        if part.startswith("<"):
-            options = "|".join(map(re.escape, choices[part[1:-1]]))
-            return f"(?:{options})" if len(choices[part[1:-1]]) == 1 else f"(?P<{part[1:-1]}>{options})"
-        return re.escape(part)
+        slot = _SLOT.fullmatch(part)
+        if slot is None:
+            return re.escape(part)
+        rule, word = slot.groups()
+        return re.escape(words[word]) if rule is None else any_of(rule)
 
-    return [re.compile(expand(template)) for template in _RULES[symbol]]
+    return re.compile(any_of(symbol))

@@ -166,8 +166,9 @@ def _item(prompt: str) -> dict[str, Any]:
 
 
 def _miss(brief: str, detailed: str, item: Mapping[str, Any]) -> float:
+    low, high = float(item["target_min"]), float(item["target_max"])
     ratio = len(detailed) / len(brief)
-    return min(ratio - item["target_min"], 0.0) or max(ratio - item["target_max"], 0.0)
+    return min(ratio - low, 0.0) or max(ratio - high, 0.0)
 
 
 def _mean_chars(texts: Iterable[str]) -> float:
