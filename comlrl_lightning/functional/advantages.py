@@ -17,7 +17,7 @@ def subtract_baseline(returns: Tensor, baseline: Baseline) -> Tensor:
     """`[..., K]` returns minus the baseline of their group.
 
     - ``"none"``: the returns (REINFORCE).
-    - ``"group_mean"``: minus the mean of the group (GRPO, https://arxiv.org/abs/2402.03300, section 4.1.2).
+    - ``"group_mean"``: minus the mean of the group (GRPO, https://arxiv.org/abs/2402.03300).
     - ``"leave_one_out"``: minus the mean of the K-1 others (RLOO, https://arxiv.org/abs/2402.14740); equal to
       K/(K-1) times ``"group_mean"``.
     - ``"group_max"``: minus the best of the group. This compares with the best of K samples, hence is biased as an

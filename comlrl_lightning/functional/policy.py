@@ -39,9 +39,9 @@ def policy_loss(
 
     Without old log-probs ``-A * sum(log pi)`` (REINFORCE). With them ``-sum(min(rho * A, clip(rho) * A))``, where the
     clip is ``[1 - clip_epsilon, 1 + clip_epsilon_high]`` or absent (PPO, https://arxiv.org/abs/1707.06347, equation 7;
-    a higher upper bound is DAPO's, https://arxiv.org/abs/2503.14476, equation 8). rho is ``pi / pi_old`` of each token,
-    or of the completion, ``exp(mean(log pi - log pi_old))`` (GSPO, https://arxiv.org/abs/2507.18071, equation 7), times
-    the number of its tokens so that both levels have the same size.
+    a wider upper bound is DAPO's, https://arxiv.org/abs/2503.14476). rho is ``pi / pi_old`` of each token, or
+    of the completion, ``exp(mean(log pi - log pi_old))`` (GSPO, https://arxiv.org/abs/2507.18071), times the number of
+    its tokens so that both levels have the same size.
 
     Args:
         log_probs: `[R, C]` log-probabilities under the policy, at the sampling temperature.

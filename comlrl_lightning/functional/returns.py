@@ -62,7 +62,7 @@ def agent_returns(joint_returns: Tensor, joint: Tensor, num_generations: int) ->
 
     Where every completion of an agent meets every combination of the others' (the Cartesian product), this minus the
     group mean is the counterfactual advantage that marginalizes out the own action, with the sampled completions in
-    place of the policy (COMA, https://arxiv.org/abs/1705.08926, equation 4). The noise of pairwise interactions falls
+    place of the policy (COMA, https://arxiv.org/abs/1705.08926). The noise of pairwise interactions falls
     as 1/K, not as 1/K^(N-1).
 
     Args:
