@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from comlrl_lightning.data import TaskBatch, TaskDataModule
 from tests.test_data import KINDS, Kind, dataset, prompts, rows
@@ -28,6 +30,7 @@ class Recording(LightningModule):
         self.seen: list[tuple[Any, ...]] = []
         self.evaluated: list[list[int]] = []
         self.batches: list[TaskBatch] = []
+        self.weight = torch.nn.Parameter(torch.zeros(1))  # DDP wants one
 
     def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
         last = self.trainer.is_last_batch
@@ -145,6 +148,39 @@ class TestLightning:
         (batch,) = fit(TaskDataModule(items), max_epochs=1, precision=precision).batches
         assert batch.items[0] is items[0]
         assert batch.items[0]["target"].dtype == torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_share_the_items_and_resume(kind: Kind, tmp_path: Path) -> None:
+    def run(ckpt_path: Path | None = None, *callbacks: Callback) -> None:
+        data = TaskDataModule(dataset(5, kind), dataset(3, kind))
+        fit(data, Reporting(tmp_path), *callbacks, ckpt_path=ckpt_path, devices=2, strategy="ddp_fork")
+
+    def seen() -> list[Any]:
+        return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+
+    run()
+    # steps of two items, [0, 1], [2, 3] and [4]; three to evaluate, [0, 1] and [2], after each epoch
+    assert seen() == [[[[0], [2], [4]] * 2, [[0], [2]] * 2], [[[1], [3], []] * 2, [[1], []] * 2]]
+    path = tmp_path / "inside.ckpt"
+    with pytest.raises(ProcessRaisedException, match="Killed"):
+        run(None, SaveAndStop("on_train_batch_start", 4, path))
+    run(path)
+    assert [steps for steps, _ in seen()] == [[[2], [4]], [[3], []]]
+
+
+class Reporting(Callback):
+    """Writes what each rank got."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, Recording)
+        steps = [indices for _, _, _, indices, _, _ in pl_module.seen]
+        (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps([steps, pl_module.evaluated]))
 
 
 class Begun(Callback):

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from jsonargparse import ArgumentParser
-from transformers import GPT2Config, GPT2ForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
 from comlrl_lightning.interface import RewardFunction
 from comlrl_lightning.reward_model import RewardModel
@@ -152,6 +159,19 @@ class TestWeightedRewards:
         assert "reward_func=comlrl_lightning.rewards.WeightedRewards for task item 4" in whole
 
 
+def test_yaml_names_weighted_rewards() -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--reward_func", type=Callable[..., Any])
+    parts = {"rewards": {"short": "tests.test_rewards.short"}, "weights": {"short": 2.0}}
+    config = parser.parse_object(
+        {"reward_func": {"class_path": "comlrl_lightning.WeightedRewards", "init_args": parts}}
+    )
+    assert RewardFunction(parser.instantiate(config).reward_func, 2)(PAIR, item=ITEM, prompts=(), turn=1) == [
+        -6.0,
+        -8.0,
+    ]
+
+
 def reward_model(**overrides: Any) -> LlamaForSequenceClassification:
     """A tiny random reward model in training mode."""
     torch.manual_seed(0)
@@ -179,6 +199,15 @@ class TestRewardModel:
         assert len(set(expected)) == 3
         scores = RewardFunction(reward, 2)(TEXTS, item=ITEM, prompts=("a", "b"), turn=1)
         assert scores == pytest.approx(expected, abs=1e-5)
+
+    def test_an_encoder_does_not_look_at_padding(self) -> None:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 259, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        config = BertConfig(**sizes, num_attention_heads=2, num_labels=1, pad_token_id=258, initializer_range=0.5)
+        model, tokenizer = BertForSequenceClassification(config).eval(), tiny_tokenizer()
+        reward = RewardModel(model, "{completion_1} {completion_2}", tokenizer)
+        expected = by_hand(model, tokenizer, ["a xyz", "longer x", "b c d yy"])
+        assert reward(*TEXTS, batch_items=[ITEM]) == pytest.approx(expected, abs=1e-5)
 
     @pytest.mark.parametrize("pad_token_id", [None, 257])
     def test_without_a_padding_token_and_with_a_shared_one(self, pad_token_id: int | None) -> None:
