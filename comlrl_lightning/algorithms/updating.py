@@ -89,11 +89,13 @@ class BufferedUpdates(LightningModule):
         rows = [row for node in nodes for row in node.rows]
         for positions in micro_batches([row.completion for row in rows], self.updates.micro_batch_tokens):
             self._backward(self.learner.loss([rows[position] for position in positions], stats))
-        stats.record(self.training_metrics, len(nodes))
         groups = [list(self._parameters_of(agent).values()) for agent in range(self.num_agents)]
         has_rows = [any(row.completion.agent == agent for row in rows) for agent in range(self.num_agents)]
         active = average_gradients(groups, len(nodes), has_rows)
-        if any(active) and self._clip(groups, active):
+        if any(active) and not self._clip(groups, active):
+            return
+        stats.record(self.training_metrics, len(nodes))
+        if any(active):
             optimizer.step()
             self.update_step += 1
             scheduler = self.lr_schedulers()
