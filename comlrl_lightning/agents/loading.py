@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,14 +117,22 @@ def _adapter_config(model: Any) -> Any:
 
 
 def _new_adapters(base: PreTrainedModel, lora: LoraSettings, names: list[str]) -> PeftModel:
-    from copy import deepcopy
-
     from peft import get_peft_model
 
-    network = get_peft_model(base, _lora_config(lora), adapter_name=names[0])
-    for name in names[1:]:
-        network.add_adapter(name, deepcopy(network.peft_config[names[0]]))
+    with _without_noise():
+        network = get_peft_model(base, _lora_config(lora), adapter_name=names[0])
+        for name in names[1:]:
+            network.add_adapter(name, deepcopy(network.peft_config[names[0]]))
     return network
+
+
+@contextmanager
+def _without_noise() -> Iterator[None]:
+    """Silence what PEFT says about its own inner workings."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
+        yield
 
 
 def _lora_config(lora: LoraSettings) -> LoraConfig:
@@ -144,9 +156,10 @@ def _load_adapters(base: PreTrainedModel, folders: dict[str, str]) -> PeftModel:
 
     (first, folder), *others = folders.items()
     for path in folders.values():
-        if PeftConfig.from_pretrained(path).is_prompt_learning:
+        if PeftConfig.from_pretrained(str(path)).is_prompt_learning:
             raise ValueError(f"The adapter {path!r} learns prompts, which is not supported. Use a LoRA adapter.")
-    network = PeftModel.from_pretrained(base, folder, adapter_name=first, is_trainable=True)
-    for name, path in others:
-        network.load_adapter(path, name, is_trainable=True)
+    with _without_noise():
+        network = PeftModel.from_pretrained(base, str(folder), adapter_name=first, is_trainable=True)
+        for name, path in others:
+            network.load_adapter(str(path), name, is_trainable=True)
     return network
