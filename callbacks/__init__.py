@@ -5,6 +5,7 @@ from comlrl_lightning.callbacks.completions_table import CompletionsTable
 from comlrl_lightning.callbacks.eval_interval import EvalInterval
 from comlrl_lightning.callbacks.eval_metrics import EvalMetrics
 from comlrl_lightning.callbacks.json_export import JSONExport
+from comlrl_lightning.callbacks.json_predictions import JSONPredictions
 from comlrl_lightning.callbacks.reward_curve import RewardCurve
 from comlrl_lightning.callbacks.rollout_metrics import RolloutMetrics, RolloutRecord
 from comlrl_lightning.callbacks.rollout_progress import RolloutProgress
@@ -16,6 +17,7 @@ __all__ = [
     "EvalInterval",
     "EvalMetrics",
     "JSONExport",
+    "JSONPredictions",
     "RewardCurve",
     "RolloutMetrics",
     "RolloutProgress",

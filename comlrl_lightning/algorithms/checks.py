@@ -84,3 +84,22 @@ def check_optimizer(optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory 
             "lr_scheduler is ReduceLROnPlateau, which waits for a metric, while schedules step once per optimizer step."
             " Use another schedule, for example torch.optim.lr_scheduler.LinearLR."
         )
+
+
+def check_trainer_flags(gradient_clip_val: float | None, accumulate_grad_batches: int) -> None:
+    """Refuse flags of the Trainer that do not know about agents and buffers.
+
+    Raises:
+        ValueError: If one is set; it names our argument.
+    """
+    if gradient_clip_val is not None:
+        raise ValueError(
+            f"Trainer(gradient_clip_val={gradient_clip_val!r}) does not know about agents."
+            " Leave it out and use max_grad_norm, which clips each agent by itself."
+        )
+    if accumulate_grad_batches != 1:
+        raise ValueError(
+            f"Trainer(accumulate_grad_batches={accumulate_grad_batches!r}) does not know of buffers."
+            " Leave it out and use rollout_buffer_size and train_batch_size (nodes per update) or"
+            " micro_batch_tokens (memory)."
+        )

@@ -23,6 +23,7 @@ from comlrl_lightning.algorithms.checks import (
     check_at_least,
     check_optimizer,
     check_share,
+    check_trainer_flags,
     learning_rates,
 )
 from comlrl_lightning.algorithms.construction import task_interface
@@ -106,7 +107,7 @@ class CooperativeModule(BufferedUpdates):
         self,
         agents: SharedBase | Separate,
         reward_func: Callable[..., Any],
-        formatters: Callable[..., Any] | list[Callable[..., Any]] | None = None,
+        formatters: list[Callable[..., Any]] | Callable[..., Any] | None = None,
         reward_processor: Callable[[float], float] | None = None,
         external_transition: Callable[..., Any] | None = None,
         external_prompt_passthrough: bool = False,
@@ -201,17 +202,7 @@ class CooperativeModule(BufferedUpdates):
     @override
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
         # The only hook of the module that runs before Lightning refuses these flags without naming ours.
-        if self.trainer.gradient_clip_val is not None:
-            raise ValueError(
-                f"Trainer(gradient_clip_val={self.trainer.gradient_clip_val!r}) does not know about agents."
-                " Leave it out and use max_grad_norm, which clips each agent by itself."
-            )
-        if self.trainer.accumulate_grad_batches != 1:
-            raise ValueError(
-                f"Trainer(accumulate_grad_batches={self.trainer.accumulate_grad_batches!r}) does not know of buffers."
-                " Leave it out and use rollout_buffer_size and train_batch_size (nodes per update) or"
-                " micro_batch_tokens (memory)."
-            )
+        check_trainer_flags(self.trainer.gradient_clip_val, self.trainer.accumulate_grad_batches)
         return []
 
     @override
