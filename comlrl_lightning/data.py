@@ -62,10 +62,10 @@ class TaskBatch:
         """Count the step's items as trained; call it at the end of the training step.
 
         Args:
-            last: Whether no step of this epoch follows, as ``trainer.is_last_batch`` says.
+            last: Whether no step of this epoch follows, as ``trainer.is_last_batch`` says; none does when `is_last`.
         """
         if self._position is not None:
-            self._position.advance(self.epoch, self.stop, last)
+            self._position.advance(self.epoch, self.stop, last or self.is_last)
 
 
 class TaskLoader:

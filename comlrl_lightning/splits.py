@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
 from pkgutil import resolve_name
 from typing import Any, Protocol, runtime_checkable
 
@@ -83,7 +82,13 @@ class Split:
         self._table, self.num_items = table, len(table)
         if not self.num_items:
             raise ValueError(f"{self.argument} has no rows. Give at least one.")
-        self._checked(0, table[0])
+        try:
+            first = table[0]
+        except KeyError as error:
+            raise ValueError(
+                f"{self.argument}={type(table).__name__} has no row 0. Give a list of dicts or a datasets.Dataset."
+            ) from error
+        self._checked(0, first)
 
     def _open_stream(self, stream: Iterable[Any]) -> None:
         self._stream = stream
@@ -97,15 +102,24 @@ class Split:
         self._stream = stream.shuffle(seed=self.seed)
 
     def read(self, epoch: int, start: int) -> Iterator[Indexed]:
-        """Index and row of each item of `epoch` from position `start` on."""
+        """Index and row of each item of `epoch` from position `start` on.
+
+        Raises:
+            ValueError: If there is no item at all, or a row is not a dict.
+        """
         if self._table is not None:
             for index in self._order(epoch)[start:]:
                 yield int(index), self._checked(int(index), self._table[int(index)])
             return
         if self.shuffle and isinstance(self._stream, _ShufflingStream):
             self._stream.set_epoch(epoch)
-        for index, row in islice(enumerate(self._stream), start, None):
-            yield index, self._checked(index, row)
+        found = False
+        for index, row in enumerate(self._stream):
+            if index >= start:
+                yield index, self._checked(index, row)
+            found = True
+        if not found:
+            raise ValueError(f"{self.argument} has no rows. Give at least one.")
 
     def meaning(self) -> dict[str, Any]:
         """What gives a position in an epoch its meaning."""

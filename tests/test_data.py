@@ -143,6 +143,16 @@ class TestErrors:
         with pytest.raises(ValueError, match="Row 1 of train_dataset is 'p1'"):
             list(data.train_dataloader())
 
+    def test_an_empty_stream(self) -> None:
+        with pytest.raises(ValueError, match=r"train_dataset has no rows. Give at least one"):
+            list(TaskDataModule(Reiterable([])).train_dataloader())
+
+    def test_a_table_without_row_numbers(self) -> None:
+        with pytest.raises(
+            ValueError, match=r"train_dataset=DataFrame has no row 0. Give a list of dicts or a datasets"
+        ):
+            TaskDataModule(datasets.Dataset.from_list(rows(2)).to_pandas())
+
     @pytest.mark.parametrize("name", ["batch_size", "eval_batch_size", "eval_num_samples"])
     @pytest.mark.parametrize("value", [0, -1, 1.5, True])
     def test_numbers_are_positive(self, name: str, value: Any) -> None:
@@ -277,6 +287,12 @@ class TestPosition:
         batches = loader(5, 2, position=EpochPosition(3))
         next(iter(batches)).mark_trained(last=True)
         assert (batches.state_dict()["epoch"], batches.state_dict()["position"]) == (4, 0)
+
+    def test_the_end_of_the_dataset_ends_the_epoch_too(self) -> None:
+        batches = loader(2, kind="stream", position=EpochPosition())
+        for batch in batches:
+            batch.mark_trained(last=False)
+        assert (batches.state_dict()["epoch"], batches.state_dict()["position"]) == (1, 0)
 
     def test_lightning_names_another_epoch(self) -> None:
         position = EpochPosition(1)
