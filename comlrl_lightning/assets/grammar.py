@@ -165,7 +165,7 @@ def parses(text: str) -> bool:
     """Return whether a text is a whole story of this grammar, from its opening to its last full stop."""
     first, *rest = re.split(r"(?<=\.) ", text)
     cast = _cast_of_opening(first)
-    if cast is None or len(rest) >= MAX_SENTENCES:
+    if cast is None:
         return False
     for position, sentence in enumerate(rest, start=1):
         if not cast.has_friend and _fits("meeting", sentence, cast):
