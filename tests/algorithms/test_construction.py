@@ -1,0 +1,154 @@
+"""Mistakes that show before any weight is loaded, and those that a trainer brings along."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from comlrl_lightning.agents.settings import Sampling, SharedBase
+from comlrl_lightning.algorithms import ALGORITHMS, MAGRPO, MAREINFORCE, MARLOO, CooperativeModule, MAReMax
+from tests.algorithms.support import fit, make_module, uneven_reward
+
+UNLOADED = SharedBase("not/loaded", num_agents=2)
+
+
+def construct(algorithm: type[CooperativeModule] = MAGRPO, **settings: Any) -> CooperativeModule:
+    return make_module(algorithm, settings.pop("agents", UNLOADED), **settings)
+
+
+def lone_argument(first: list[str]) -> list[float]:
+    return [0.0] * len(first)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_generations": 0}, r"num_generations=0 is out of range"),
+        ({"num_turns": 0}, r"num_turns=0 is out of range"),
+        ({"joint_mode": "paired"}, r"joint_mode='paired' is unknown. Use 'aligned' or 'cross'"),
+        ({"discount": 1.5}, r"discount=1.5 is out of range. Use a number from 0 to 1"),
+        ({"discount": -0.1}, r"discount=-0.1 is out of range"),
+        ({"max_nodes": 0}, r"max_nodes=0 is out of range"),
+        ({"sampling": Sampling(temperature=0)}, r"sampling.temperature=0 samples greedily.*0 in eval_sampling"),
+        ({"reference_kl_coef": -1.0}, r"reference_kl_coef=-1.0 is out of range. Use a number of at least 0"),
+        ({"reference_kl_coef": float("nan")}, r"reference_kl_coef=nan is out of range"),
+        ({"entropy_coef": -0.1}, r"entropy_coef=-0.1 is out of range"),
+        ({"clip_epsilon": 0.0}, r"clip_epsilon=0.0 is out of range. Use a number above 0"),
+        ({"clip_epsilon": 1.0}, r"clip_epsilon=1.0 is out of range. Use a number below 1"),
+        ({"clip_epsilon": 0.2, "clip_epsilon_high": -0.2}, r"clip_epsilon_high=-0.2 is out of range"),
+        ({"clip_epsilon_high": 0.2}, r"clip_epsilon_high=0.2 needs clip_epsilon. Give both"),
+        ({"importance_level": "word"}, r"importance_level='word' is unknown. Use one of 'token', 'sequence'"),
+        (
+            {"advantage_normalization": "turn"},
+            r"advantage_normalization='turn' is unknown. Use one of 'group', 'batch'",
+        ),
+        ({"advantage_normalization": True}, r"advantage_normalization=True is unknown"),
+        ({"rollout_buffer_size": 0}, r"rollout_buffer_size=0 is out of range. Use a number of at least 1"),
+        ({"train_batch_size": 0}, r"train_batch_size=0 is out of range"),
+        ({"num_inner_epochs": 0}, r"num_inner_epochs=0 is out of range"),
+        ({"micro_batch_tokens": 0}, r"micro_batch_tokens=0 is out of range"),
+        ({"logging_steps": 0}, r"logging_steps=0 is out of range"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm=0.0 is out of range. Use a number above 0"),
+        ({"on_nonfinite": "ignore"}, r"on_nonfinite='ignore' is unknown. Use one of 'raise', 'skip'"),
+        ({"agent_learning_rate": [1e-4] * 3}, r"agent_learning_rate=\[.*\] has 3 entries for 2 agents"),
+        ({"agent_learning_rate": -1.0}, r"agent_learning_rate=-1.0 is out of range"),
+        ({"agent_learning_rate": [1e-4, float("inf")]}, r"agent_learning_rate=inf is out of range"),
+        ({"optimizer": partial(torch.optim.AdamW, lr=0.5)}, r"optimizer sets lr=0.5.*agent_learning_rate"),
+        ({"optimizer": lambda groups: groups}, r"optimizer=.* returns list. Return a torch.optim.Optimizer"),
+        ({"lr_scheduler": ReduceLROnPlateau}, r"ReduceLROnPlateau, which waits for a metric"),
+        ({"num_turns": 2, "external_transition": None}, r"num_turns=2 needs prompts .* Give external_transition"),
+        ({"reward_func": lone_argument}, r"reward_func=.*lone_argument cannot be called with 2 lists"),
+        ({"reward_func": "no.such.module"}, r"reward_func='no.such.module' cannot be imported"),
+        ({"reward_processor": 3}, r"reward_processor=3 is not callable"),
+        ({"formatters": [str]}, r"formatters=.* does not fit 2 agents"),
+        ({"external_transition": lambda answers: ["", ""], "num_turns": 2}, r"external_transition=.* cannot be called"),
+    ],
+)
+def test_a_wrong_argument_is_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        construct(**settings)
+
+
+class TestGroups:
+    @pytest.mark.parametrize("algorithm", [MAGRPO, MARLOO, MAReMax])
+    def test_a_group_of_one_has_nothing_to_compare(self, algorithm: type[CooperativeModule]) -> None:
+        with pytest.raises(
+            ValueError, match=rf"{algorithm.__name__}\(num_generations=1\) compares a completion with it"
+        ):
+            construct(algorithm, num_generations=1)
+
+    def test_reinforce_needs_no_group(self) -> None:
+        assert construct(MAREINFORCE, num_generations=1).shape.num_generations == 1
+
+    def test_reinforce_refuses_group_normalization(self) -> None:
+        with pytest.raises(ValueError, match=r"MAREINFORCE\(advantage_normalization='group'\) has no baseline"):
+            construct(MAREINFORCE, advantage_normalization="group")
+
+
+class TestTree:
+    def test_a_tree_that_grows_too_large_is_refused_at_once(self) -> None:
+        # 1 + 4^3 + 4^6 = 4161 nodes.
+        settings = {"num_generations": 4, "num_turns": 3, "joint_mode": "cross"}
+        agents = SharedBase("not/loaded", num_agents=3)
+        with pytest.raises(ValueError, match=r"grows to 4161 nodes per task item, above max_nodes=4096"):
+            construct(agents=agents, **settings)
+        assert construct(agents=agents, max_nodes=4161, **settings).max_nodes == 4161
+
+    def test_aligned_trees_stay_small(self) -> None:
+        assert construct(agents=SharedBase("not/loaded", num_agents=3), num_generations=4, num_turns=3)
+
+
+class TestCutSampling:
+    @pytest.mark.parametrize("sampling", [Sampling(top_p=0.9), Sampling(top_k=50)])
+    def test_it_is_biased(self, sampling: Sampling) -> None:
+        with pytest.warns(UserWarning, match="constant positive advantage then pushes the kept tokens up"):
+            construct(sampling=sampling)
+
+    def test_and_refused_without_a_baseline(self) -> None:
+        with pytest.raises(ValueError, match=r"MAREINFORCE: sampling with top_p=0.9.* or an algorithm with a baseline"):
+            construct(MAREINFORCE, sampling=Sampling(top_p=0.9))
+
+    def test_evaluation_may_cut(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            construct(MAREINFORCE, eval_sampling=Sampling(top_p=0.9, temperature=0))
+
+
+class TestAccepted:
+    @pytest.mark.parametrize("algorithm", ALGORITHMS)
+    def test_the_issue_at_hand_is_enough(self, algorithm: type[CooperativeModule]) -> None:
+        module = algorithm(agents=UNLOADED, reward_func=uneven_reward)
+        assert module.num_agents == 2
+        assert module.learning_rates == [1e-4, 1e-4]
+        assert module.shape.num_generations == 4
+
+    def test_nothing_is_loaded_at_construction(self) -> None:
+        assert list(construct().parameters()) == []
+
+    def test_defaults_of_the_normalization(self) -> None:
+        defaults = {algorithm: construct(algorithm).hparams["advantage_normalization"] for algorithm in ALGORITHMS}
+        assert defaults == {MAREINFORCE: False, MAGRPO: "group", MARLOO: "group", MAReMax: "group"}
+
+    def test_functions_may_be_import_paths(self) -> None:
+        module = construct(reward_func="tests.algorithms.support.uneven_reward", num_turns=2)
+        assert module.interface.reward([["a"], ["b"]], item={}, prompts=("", ""), turn=1) == uneven_reward(["a"], ["b"])
+
+
+class TestTrainerFlags:
+    def test_gradient_clipping(self) -> None:
+        with pytest.raises(ValueError, match=r"gradient_clip_val=1.0.* use max_grad_norm"):
+            fit(construct(), gradient_clip_val=1.0)
+
+    def test_accumulation(self) -> None:
+        with pytest.raises(ValueError, match=r"accumulate_grad_batches=2.*rollout_buffer_size"):
+            fit(construct(), accumulate_grad_batches=2)
+
+    def test_half_precision_with_a_scaler(self) -> None:
+        module = make_module(MAGRPO)
+        with pytest.raises(ValueError, match=r"precision='16-true'.* Use 'bf16-mixed' or '32-true'"):
+            fit(module, precision="16-true")

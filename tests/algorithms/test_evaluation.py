@@ -1,0 +1,117 @@
+"""Evaluation follows training's rules and leaves training alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from comlrl_lightning.agents.settings import Sampling
+from comlrl_lightning.algorithms import ALGORITHMS, MAGRPO, CooperativeModule
+from comlrl_lightning.callbacks import EvalInterval
+from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.evaluation import evaluate
+from comlrl_lightning.rewards import RewardProcessors
+from tests.algorithms.support import ITEMS, Collected, make_module, make_trainer, uneven_reward, weights
+
+
+def by_item(first: list[str], second: list[str], batch_items: list[dict[str, Any]], turn: int) -> list[float]:
+    """Items with a level above 1 score it at once; the others score a tenth of the turn."""
+    level = batch_items[0]["level"]
+    return [level if level > 1 else turn / 10] * len(first)
+
+
+LEVELS = [{"prompt": "p", "level": level} for level in (0.0, 5.0, 0.0, 7.0)]
+
+
+def validated(module: CooperativeModule, items: list[dict[str, Any]], batch_size: int = 2) -> dict[str, float]:
+    data = TaskDataModule(items, eval_dataset=items, eval_batch_size=batch_size)
+    (metrics,) = make_trainer().validate(module, data, verbose=False)
+    return dict(metrics)
+
+
+class TestEarlyTermination:
+    def test_evaluation_stops_where_training_stops(self) -> None:
+        # Rewards are halved before they are compared: items 1 and 3 have 2.5 and 3.5, above 2.
+        module = make_module(
+            MAGRPO,
+            reward_func=by_item,
+            reward_processor=RewardProcessors.scale(0.5),
+            num_turns=2,
+            early_termination_threshold=2.0,
+        )
+        metrics = validated(module, LEVELS)
+        assert metrics["eval/turn_1/reward_mean"] == pytest.approx((0.05 + 2.5 + 0.05 + 3.5) / 4)
+        assert metrics["eval/turn_2/reward_mean"] == pytest.approx(0.1)  # items 0 and 2 only
+        assert metrics["eval/final_reward_mean"] == pytest.approx((0.1 + 2.5 + 0.1 + 3.5) / 4)
+        # Item 0: .05 at turn 1 and .1 at turn 2 make .15.
+        assert metrics["eval/turn_1/expected_return"] == pytest.approx((0.15 + 2.5 + 0.15 + 3.5) / 4)
+        assert module.env_step == 0
+
+
+class TestNothingMoves:
+    @pytest.mark.parametrize("algorithm", ALGORITHMS)
+    def test_training_is_the_same_with_and_without_evaluations(self, algorithm: type[CooperativeModule]) -> None:
+        def run(interval: int) -> tuple[Any, dict[str, torch.Tensor]]:
+            torch.manual_seed(0)
+            collected = Collected()
+            module = make_module(algorithm, reward_func=noisy, agent_learning_rate=0.01, num_turns=2)
+            trainer = make_trainer([collected, EvalInterval(interval)])
+            trainer.fit(module, TaskDataModule(ITEMS, eval_dataset=ITEMS))
+            return [rollouts.nodes for rollouts in collected.rollouts], weights(module, 0)
+
+        (nodes, end), (other_nodes, other_end) = run(0), run(1)
+        assert nodes == other_nodes
+        assert all(torch.equal(value, other_end[name]) for name, value in end.items())
+
+    def test_two_evaluations_agree_and_a_seed_draws_anew(self) -> None:
+        module = make_module(MAGRPO, agent_learning_rate=0.01)
+        data = TaskDataModule(ITEMS, eval_dataset=ITEMS)
+        trainer = make_trainer()
+        trainer.fit(module, data)
+        first = evaluate(module, data)
+        assert first == evaluate(module, data)
+        assert first == {
+            key: value
+            for key, value in trainer.validate(module, data, verbose=False)[0].items()
+            if key.startswith("eval/")
+        }
+        assert first["eval/turn_1/reward_mean"] != evaluate(module, data, seed=5)["eval/turn_1/reward_mean"]
+
+    def test_batches_do_not_matter(self) -> None:
+        torch.manual_seed(0)
+        module = make_module(MAGRPO)
+        assert validated(module, ITEMS, 1) == pytest.approx(validated(module, ITEMS, 4))
+
+    def test_without_a_split_there_is_nothing(self) -> None:
+        assert evaluate(make_module(MAGRPO), TaskDataModule(ITEMS)) == {}
+
+
+def noisy(*completions: list[str]) -> list[float]:
+    """A reward that draws from the global random numbers."""
+    return [value + float(torch.rand(())) for value in uneven_reward(*completions)]
+
+
+def test_greedy_evaluation_has_one_answer() -> None:
+    module = make_module(MAGRPO, eval_sampling=Sampling(max_new_tokens=4, temperature=0))
+    data = TaskDataModule(ITEMS, eval_dataset=ITEMS)
+    assert evaluate(module, data) == evaluate(module, data, seed=3)
+
+
+def test_predictions_are_plain_records() -> None:
+    module = make_module(MAGRPO, reward_func=by_item, num_turns=2, early_termination_threshold=2.0)
+    data = TaskDataModule(LEVELS, eval_dataset=LEVELS, eval_batch_size=4)
+    predicted = make_trainer().predict(module, data)
+    assert predicted is not None
+    (records,) = predicted
+    assert [(record["index"], record["turn"], record["reward"]) for record in records] == [  # type: ignore[index]
+        (0, 1, 0.1),
+        (1, 1, 5.0),
+        (2, 1, 0.1),
+        (3, 1, 7.0),
+        (0, 2, 0.2),
+        (2, 2, 0.2),
+    ]
+    assert records[0]["prompts"] == ["p", "p"]  # type: ignore[index,call-overload]
+    assert all(isinstance(text, str) for text in records[0]["completions"])  # type: ignore[index,call-overload]
