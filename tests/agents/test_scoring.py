@@ -43,7 +43,7 @@ def peft_gradients(team: AgentTeam, rows: Sequence[Completion], temperature: flo
         model.adapters.network.set_adapter(f"agent_{agent}")
         for weight, row in zip(loss_weights(rows), rows, strict=True):
             if row.agent == agent:
-                (weight * row_log_probs(model.causal, row, temperature).sum()).backward()
+                torch.autograd.backward(weight * row_log_probs(model.causal, row, temperature).sum())
         gradients |= {n: p.grad.clone() for n, p in team.agent_parameters(agent).items() if p.grad is not None}
     for parameter in team.parameters():
         parameter.grad = None
@@ -53,7 +53,7 @@ def peft_gradients(team: AgentTeam, rows: Sequence[Completion], temperature: flo
 
 def team_gradients(team: AgentTeam, rows: Sequence[Completion], temperature: float) -> dict[str, Tensor]:
     scores = team.log_probs(rows, temperature=temperature)
-    (loss_weights(rows) * scores.log_probs.sum(1)).sum().backward()
+    torch.autograd.backward((loss_weights(rows) * scores.log_probs.sum(1)).sum())
     gradients = {name: p.grad for name, p in team.named_parameters() if p.grad is not None}
     for parameter in team.parameters():
         parameter.grad = None
@@ -122,7 +122,7 @@ def test_layers_are_computed_again_in_the_backward_pass() -> None:
         layer.self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
     for training, expected in ((True, 4), (False, 2)):
         calls.clear()
-        team.train(training).log_probs(written(0, [0, 1]), temperature=1.0).log_probs.sum().backward()
+        torch.autograd.backward(team.train(training).log_probs(written(0, [0, 1]), temperature=1.0).log_probs.sum())
         assert len(calls) == expected
 
 
@@ -137,7 +137,7 @@ def test_only_agents_in_the_batch_are_updated() -> None:
     team = shared_team(num_agents=3)
     before = {name: parameter.detach().clone() for name, parameter in team.named_parameters()}
     optimizer = torch.optim.AdamW(trained(team).values(), lr=0.1)
-    team.log_probs(written(0, [0, 2]), temperature=1.0).log_probs.sum().backward()
+    torch.autograd.backward(team.log_probs(written(0, [0, 2]), temperature=1.0).log_probs.sum())
     optimizer.step()
     changed = {name for name, parameter in team.named_parameters() if not torch.equal(parameter, before[name])}
     assert changed == {*team.agent_parameters(0), *team.agent_parameters(2)}
@@ -148,7 +148,7 @@ def test_training_leaves_the_base_as_it_was() -> None:
     base = {name: p.detach().clone() for name, p in team.named_parameters() if not p.requires_grad}
     optimizer = torch.optim.AdamW(team.parameters(), lr=0.1, weight_decay=0.1)
     for seed in range(3):
-        team.log_probs(written(seed, [0, 1]), temperature=1.0).log_probs.sum().backward()
+        torch.autograd.backward(team.log_probs(written(seed, [0, 1]), temperature=1.0).log_probs.sum())
         optimizer.step()
     now = dict(team.named_parameters())
     assert base
@@ -176,7 +176,7 @@ def test_scores_stay_float64() -> None:
 def test_the_end_of_sequence_token_has_a_gradient() -> None:
     # One token, the end of the sequence: its loss must reach the adapter.
     team = shared_team()
-    team.log_probs([completion(0, [1, 2], [257])], temperature=1.0).log_probs.sum().backward()
+    torch.autograd.backward(team.log_probs([completion(0, [1, 2], [257])], temperature=1.0).log_probs.sum())
     assert all(p.grad is not None and p.grad.any() for p in team.agent_parameters(0).values())
     assert all(p.grad is None for p in team.agent_parameters(1).values())
 
