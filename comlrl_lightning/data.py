@@ -104,8 +104,7 @@ class TaskLoader:
 
     def __iter__(self) -> Iterator[TaskBatch]:
         epoch, start = (0, 0) if self.sampler is None else (self.sampler.epoch, self.sampler.items)
-        limit = self.limit()
-        rows = islice(self.split.read(epoch, start), limit if limit is None else max(limit - start, 0))
+        rows = islice(self.split.read(epoch, start), self.limit())
         ahead = next(rows, None)
         while ahead is not None:
             step = [ahead, *islice(rows, self.world_size * self.batch_size - 1)]

@@ -247,7 +247,7 @@ class TestRewardModel:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert all(parameter.grad is None for parameter in model.parameters())
 
-    def test_from_a_folder_without_a_padding_token(self, tmp_path: Path) -> None:
+    def test_from_a_folder_without_a_padding_token(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(0)
         config = GPT2Config(vocab_size=259, n_embd=16, n_layer=1, n_head=2, n_positions=64, num_labels=1)
         model, tokenizer = GPT2ForSequenceClassification(config).eval(), tiny_tokenizer(pad=None)
@@ -255,7 +255,16 @@ class TestRewardModel:
         tokenizer.save_pretrained(tmp_path)
         reward = RewardModel(str(tmp_path), "{completion_1} {completion_2}")
         expected = by_hand(model, tokenizer, ["a xyz", "longer x", "b c d yy"])
+        model_class, calls = GPT2ForSequenceClassification, []
+        forward = model_class.forward
+
+        def counted(*args: Any, **keywords: Any) -> Any:
+            calls.append(args)
+            return forward(*args, **keywords)
+
+        monkeypatch.setattr(model_class, "forward", counted)
         assert reward(*TEXTS, batch_items=[ITEM]) == pytest.approx(expected, abs=1e-5)
+        assert len(calls) == 1
 
     def test_a_model_without_a_trained_head_is_an_error(self, tmp_path: Path) -> None:
         reward_model().model.save_pretrained(tmp_path)
