@@ -22,6 +22,9 @@ from comlrl_lightning.data import TaskDataModule
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
+RUN_CONFIG = "run-config.yaml"
+"""Where the folder of a run holds its whole configuration: a name that no file of the user is likely to have."""
+
 MISTAKES = (
     (r"(?:Option '|unrecognized arguments: -*)([\w.]+)", "is not a setting"),
     (r"Expected a dot import path string: (\S+)", "is neither a known name nor an import path"),
@@ -53,7 +56,7 @@ class CooperativeCLI(LightningCLI):
             TaskDataModule,
             subclass_mode_model=True,
             auto_configure_optimizers=False,
-            save_config_kwargs={"overwrite": True},
+            save_config_kwargs={"overwrite": True, "config_filename": RUN_CONFIG},
             parser_class=CooperativeParser,
             args=args,
             run=run,

@@ -1,0 +1,199 @@
+"""The command line, in process, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from comlrl_lightning.cli import cause_of, main
+from tests.tiny_lm import save_tiny, tiny_llama, tiny_tokenizer
+
+TASK = "comlrl_lightning.tasks.length_ratio"
+
+
+@pytest.fixture(autouse=True)
+def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["comlrl-lightning"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("model"), tiny_llama(), tiny_tokenizer())
+
+
+@pytest.fixture
+def config(tmp_path: Path, model: str) -> str:
+    """A configuration of eight items, two agents, a buffer of three nodes, evaluations every four items."""
+    settings: dict[str, Any] = {
+        "trainer": {
+            "max_epochs": 1,
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": str(tmp_path),
+            "callbacks": [
+                {"class_path": "EvalInterval", "init_args": {"interval": 4}},
+                {"class_path": "JSONExport", "init_args": {"path": str(tmp_path / "metrics.json")}},
+                {
+                    "class_path": "BatchCheckpoint",
+                    "init_args": {"every_n_batches": 1, "keep": None, "dirpath": str(tmp_path / "saved")},
+                },
+                {"class_path": "SaveAgents", "init_args": {"folder": str(tmp_path / "agents")}},
+            ],
+        },
+        "model": {
+            "class_path": "MAGRPO",
+            "init_args": {
+                "agents": {"class_path": "SharedBase", "init_args": {"model": model, "num_agents": 2}},
+                "formatters": [f"{TASK}.brief_formatter", f"{TASK}.detailed_formatter"],
+                "reward_func": f"{TASK}.reward_func",
+                "num_generations": 2,
+                "sampling": {"max_new_tokens": 6},
+                "rollout_buffer_size": 3,
+                "lr_scheduler": {"class_path": "LinearLR", "init_args": {"total_iters": 4}},
+            },
+        },
+        "data": {
+            "train_dataset": f"{TASK}.open_train_items",
+            "eval_dataset": f"{TASK}.open_eval_items",
+            "shuffle": True,
+        },
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return str(path)
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """What stands on the screen when the command line refuses its arguments."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(args))
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """A help text, its line breaks and indentation removed."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(args))
+    assert ended.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_fit_does_what_the_file_says(config: str, tmp_path: Path) -> None:
+    main(["fit", "--config", config])
+    # Evaluations before items 0 and 4, each of four items scored K=2 joint completions.
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["env_step"] for line in lines] == [0, 8]
+    assert (tmp_path / "agents" / "agent_1" / "adapter_config.json").exists()
+
+
+def test_flags_win_over_the_file(config: str, tmp_path: Path) -> None:
+    main(["fit", "--config", config, "--model.num_generations", "3", "--trainer.limit_train_batches", "5"])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["env_step"] for line in lines] == [0, 12]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    files = sorted(folder.rglob("adapter_model.safetensors"))
+    return {f"{file.parent.name} {name}": value for file in files for name, value in load_file(file).items()}
+
+
+def test_resume_equals_the_unbroken_run(config: str, tmp_path: Path) -> None:
+    main(["fit", "--config", config])
+    whole = weights(tmp_path / "agents")
+    # After five batches two nodes are left in the buffer of three.
+    main(["fit", "--config", config, "--ckpt_path", str(tmp_path / "saved" / "batch-000005.ckpt")])
+    torch.testing.assert_close(weights(tmp_path / "agents"), whole, rtol=0, atol=0)
+
+
+def test_resume_takes_the_flags_and_refuses_another_run(config: str, tmp_path: Path) -> None:
+    main(["fit", "--config", config, "--trainer.limit_train_batches", "2"])
+    checkpoint = str(tmp_path / "saved" / "batch-000002.ckpt")
+    resume = ["fit", "--config", config, "--ckpt_path", checkpoint]
+    main([*resume, "--model.logging_steps", "4", "--trainer.max_epochs", "1"])
+    with pytest.raises(ValueError, match=r"num_generations=3 differs from the checkpoint's num_generations=2"):
+        main([*resume, "--model.num_generations", "3"])
+
+
+def test_saved_configuration_runs_again(config: str, tmp_path: Path) -> None:
+    main(["fit", "--config", config, "--trainer.limit_train_batches", "1"])
+    first = weights(tmp_path / "agents")
+    main(["fit", "--config", str(tmp_path / "run-config.yaml")])
+    torch.testing.assert_close(weights(tmp_path / "agents"), first, rtol=0, atol=0)
+
+
+def test_validate_and_test_measure_the_same(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = []
+    for subcommand in ("validate", "test"):
+        main([subcommand, "--config", config])
+        lines = capsys.readouterr().out.splitlines()
+        tables.append([line for line in lines if "eval/final_reward_mean" in line])
+    assert tables[0] == tables[1]
+    assert len(tables[0]) == 1
+
+
+def test_predict_writes_joint_completions(config: str, tmp_path: Path) -> None:
+    main(["predict", "--config", config, "--output", str(tmp_path / "out" / "joint.jsonl")])
+    records = [json.loads(line) for line in (tmp_path / "out" / "joint.jsonl").read_text().splitlines()]
+    assert [(record["index"], record["turn"]) for record in records] == [(0, 1), (1, 1)]
+    assert records[0]["prompts"][1] == "Write a detailed response to this task:\nInvent a new type of fruit."
+    assert len(records[0]["completions"]) == 2
+    assert 0 <= records[0]["reward"] <= 1
+
+
+def test_help_of_an_algorithm_says_what_its_settings_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, "fit", "--model.help", "MARLOO")
+    assert "Multi-Agent RLOO" in text
+    assert "K, completions per agent and node, on each rank. (type: int, default: 4)" in text
+    assert "Most tokens per completion, the end-of-sequence token included." in text
+
+
+def test_help_of_callbacks_and_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Task items between two evaluations" in help_of(capsys, "fit", "--trainer.callbacks.help", "EvalInterval")
+    text = help_of(capsys, "predict", "--help")
+    assert "--output OUTPUT JSON lines of the joint completions." in text
+    assert "--data.eval_num_samples" in text
+
+
+def test_printed_configuration_names_functions_by_import_path(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", config, "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]
+    assert printed["formatters"] == [f"{TASK}.brief_formatter", f"{TASK}.detailed_formatter"]
+    assert printed["reward_func"] == f"{TASK}.reward_func"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("model.reward_func", f"{TASK}.rewrd", f"model.reward_func: module '{TASK}' has no attribute 'rewrd' and so"),
+        ("model.reward_func", "nosuch.reward", "model.reward_func: No module named 'nosuch' and so the import path"),
+        ("data.train_dataset", "nosuch.items", "train_dataset='nosuch.items' is not the import path of a function"),
+        ("model.num_generation", "3", "model: num_generation is not a setting. Did you mean num_generations?"),
+        ("model", "MAGRP", "model: MAGRP is neither a known name nor an import path. Did you mean MAGRPO?"),
+        ("trainer.gradient_clip_val", "1", "Leave it out and use max_grad_norm, which clips each agent by itself."),
+        ("trainer.accumulate_grad_batches", "2", "use rollout_buffer_size and train_batch_size"),
+        ("model.optimizer.lr", "0.5", "Leave the learning rate out of it and use agent_learning_rate."),
+        ("model.num_generations", "1", r"MAGRPO(num_generations=1) compares a completion with itself"),
+    ],
+)
+def test_mistakes_end_with_their_cause(
+    config: str, capsys: pytest.CaptureFixture[str], flag: str, value: str, message: str
+) -> None:
+    error = error_of(capsys, "fit", "--config", config, f"--{flag}", value)
+    assert message in error.splitlines()[-1]
+    assert "Traceback" not in error
+
+
+def test_messages_without_a_known_cause_stay_as_they_are() -> None:
+    assert cause_of("Something else happened") == ""
+    assert cause_of('Parser key "model": something else') == ""

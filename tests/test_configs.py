@@ -1,0 +1,57 @@
+"""Every file in `configs/`: parsed by the real command line, and run for two steps if it needs no hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from comlrl_lightning.cli import main
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+HUB = {"magrpo_qwen.yaml"}
+SHORT = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.enable_progress_bar=false"]
+SMALL = ["--model.num_generations=2", "--model.sampling.max_new_tokens=6", "--data.eval_num_samples=1"]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in which the relative paths of the files lead to the package."""
+    (tmp_path / "comlrl_lightning").symlink_to(ROOT / "comlrl_lightning")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["comlrl-lightning"])
+    return tmp_path
+
+
+def test_there_is_one_file_per_algorithm_and_feature() -> None:
+    features = ("two_turns", "cross", "heterogeneous", "full_finetuning", "qwen")
+    expected = {f"magrpo_{feature}.yaml" for feature in features} | {"quickstart.yaml"}
+    expected |= {f"{name}_length_ratio.yaml" for name in ("mareinforce", "magrpo", "marloo", "maremax")}
+    assert {path.name for path in CONFIGS} == expected
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_file_fits_a_screen_and_parses(path: Path, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(path.read_text().splitlines()) <= 45
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--config", str(path), "--print_config"])
+    assert ended.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    written = yaml.safe_load(path.read_text())
+    assert printed["model"]["class_path"] == f"comlrl_lightning.{written['model']['class_path']}"
+    assert printed["model"]["init_args"]["formatters"] == written["model"]["init_args"]["formatters"]
+
+
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path.name not in HUB], ids=lambda path: path.stem)
+def test_two_steps(path: Path, workplace: Path) -> None:
+    main(["fit", "--config", str(path), *SHORT, *SMALL])
+    run = workplace / "runs" / path.stem
+    metrics = json.loads((run / "eval-metrics.json").read_text())
+    assert 0 <= metrics["eval/turn_1/reward_mean"] <= 1
+    for agent in range(2):
+        assert list((run / "agents" / f"agent_{agent}").glob("*.safetensors"))
+    (csv,) = run.rglob("metrics.csv")
+    assert "turn_1/reward_mean" in csv.read_text()

@@ -1,0 +1,105 @@
+"""What the wheel holds, what importing costs, and which part may import which."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "comlrl_lightning"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def modules(folder: Path) -> Iterator[Path]:
+    """Python files below a folder, without those behind the symlink."""
+    return (path for path in folder.rglob("*.py") if "callbacks" not in path.relative_to(folder).parts)
+
+
+def test_packages_are_listed() -> None:
+    found = {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in PACKAGE.rglob("__init__.py")}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found | {"comlrl_lightning.callbacks"}
+
+
+def test_callbacks_is_a_symlink_to_the_folder_at_the_top() -> None:
+    assert (PACKAGE / "callbacks").is_symlink()
+    assert (PACKAGE / "callbacks").resolve() == ROOT / "callbacks"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Names of the files in a wheel, built from a copy of the sources, without network."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("comlrl_lightning", "callbacks", "configs"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = f"from setuptools.build_meta import build_wheel; build_wheel({str(out)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    (built,) = out.glob("*.whl")
+    return zipfile.ZipFile(built).namelist()
+
+
+def test_wheel_holds_callbacks_and_assets(wheel: list[str]) -> None:
+    for path in (ROOT / "callbacks").glob("*.py"):
+        assert f"comlrl_lightning/callbacks/{path.name}" in wheel
+    for path in (PACKAGE / "assets" / "story_model").iterdir():
+        assert f"comlrl_lightning/assets/story_model/{path.name}" in wheel
+    assert {f"comlrl_lightning/{path.relative_to(PACKAGE)}" for path in modules(PACKAGE)} <= set(wheel)
+    assert "comlrl_lightning/py.typed" in wheel
+
+
+def test_wheel_holds_nothing_else(wheel: list[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"comlrl_lightning"}
+    assert any(name.endswith("licenses/LICENSE") for name in wheel)
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+def test_importing_the_package_imports_no_framework() -> None:
+    heavy = ["torch", "transformers", "lightning", "peft", "datasets", "wandb"]
+    assert run_python(f"import sys, comlrl_lightning; print([m for m in {heavy} if m in sys.modules])") == "[]\n"
+
+
+def test_tasks_import_neither_torch_nor_lightning() -> None:
+    heavy = ["torch", "lightning"]
+    code = f"import sys, comlrl_lightning.tasks.length_ratio; print([m for m in {heavy} if m in sys.modules])"
+    assert run_python(code) == "[]\n"
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of the modules that a file imports, wherever it does."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+@pytest.mark.parametrize(
+    ("folder", "never"),
+    [
+        ("functional", ("lightning", "transformers", "peft", "comlrl_lightning.agents", "comlrl_lightning.algorithms")),
+        ("tasks", ("torch", "lightning", "transformers", "peft")),
+        ("rollouts", ("comlrl_lightning.algorithms", "comlrl_lightning.callbacks")),
+        ("agents", ("comlrl_lightning.algorithms", "comlrl_lightning.callbacks")),
+        ("algorithms", ("comlrl_lightning.callbacks", "comlrl_lightning.cli")),
+        ("callbacks", ("comlrl_lightning.algorithms",)),
+    ],
+)
+def test_arrows(folder: str, never: tuple[str, ...]) -> None:
+    for path in (PACKAGE / folder).glob("*.py"):
+        wrong = {name for name in imports(path) if any(name == bad or name.startswith(f"{bad}.") for bad in never)}
+        assert not wrong, f"{path.name} imports {wrong}"
