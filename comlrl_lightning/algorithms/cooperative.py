@@ -246,10 +246,12 @@ class CooperativeModule(BufferedUpdates):
         credited = assign_credit(self.rollouts, self.discount)
         self._record_collection(self.rollouts, credited)
         self.buffer += credited
-        if self._buffer_is_full() or self.trainer.is_last_batch:
+        # Lightning does not see the end of a stream that is shorter than `limit_train_batches`.
+        is_last = self.trainer.is_last_batch or batch.is_last
+        if self._buffer_is_full() or is_last:
             self._update()
         self._log_training()
-        batch.mark_trained(self.trainer.is_last_batch)
+        batch.mark_trained(is_last)
 
     def _collect(self, batch: TaskBatch, stage: int, sampling: Sampling, shape: RolloutShape) -> Rollouts:
         seed = self.seed if stage == _TRAIN or self.eval_seed is None else self.eval_seed
