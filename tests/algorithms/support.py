@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, Separate, SharedBase
@@ -145,3 +146,25 @@ def fit(
 def weights(module: CooperativeModule, agent: int) -> dict[str, Tensor]:
     """A copy of an agent's trained weights."""
     return {name: value.detach().clone() for name, value in module.team.agent_parameters(agent).items()}
+
+
+class MemoryLogger(Logger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))

@@ -93,7 +93,7 @@ class TestGroups:
 class TestTree:
     def test_a_tree_that_grows_too_large_is_refused_at_once(self) -> None:
         # 1 + 4^3 + 4^6 = 4161 nodes.
-        settings = {"num_generations": 4, "num_turns": 3, "joint_mode": "cross"}
+        settings: dict[str, Any] = {"num_generations": 4, "num_turns": 3, "joint_mode": "cross"}
         agents = SharedBase("not/loaded", num_agents=3)
         with pytest.raises(ValueError, match=r"grows to 4161 nodes per task item, above max_nodes=4096"):
             construct(agents=agents, **settings)

@@ -105,7 +105,7 @@ def test_predictions_are_plain_records() -> None:
     predicted = make_trainer().predict(module, data)
     assert predicted is not None
     (records,) = predicted
-    assert [(record["index"], record["turn"], record["reward"]) for record in records] == [  # type: ignore[index]
+    assert [(record["index"], record["turn"], record["reward"]) for record in records] == [
         (0, 1, 0.1),
         (1, 1, 5.0),
         (2, 1, 0.1),
@@ -113,5 +113,5 @@ def test_predictions_are_plain_records() -> None:
         (0, 2, 0.2),
         (2, 2, 0.2),
     ]
-    assert records[0]["prompts"] == ["p", "p"]  # type: ignore[index,call-overload]
-    assert all(isinstance(text, str) for text in records[0]["completions"])  # type: ignore[index,call-overload]
+    assert records[0]["prompts"] == ["p", "p"]
+    assert all(isinstance(text, str) for text in records[0]["completions"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from comlrl_lightning.agents.settings import SharedBase
 from comlrl_lightning.algorithms import MAGRPO, CooperativeModule
+from comlrl_lightning.interface import RewardFunction
 from tests.algorithms.support import ITEMS, LORA, echo, fit, make_module, tiny_agents, uneven_reward, weights
 from tests.tiny_lm import tiny_gpt2, tiny_tokenizer
 
@@ -36,23 +38,14 @@ class TestModes:
         seen: list[tuple[bool, bool]] = []
         module = make_module(MAGRPO)
         module.configure_model()
-        layer = next(iter(module.team.modules()))
-        generate = module.team.generate
+        body = next(part for name, part in module.named_modules() if name.endswith("embed_tokens"))
 
-        def watched(*args: Any) -> Any:
-            hook = module.team.models[0].network.register_forward_pre_hook(
-                lambda *_: seen.append((layer.training, torch.is_grad_enabled()))
-            )
-            body = module.team.models[0].causal.base_model.register_forward_pre_hook(
-                lambda *_: seen.append((layer.training, torch.is_grad_enabled()))
-            )
-            try:
-                return generate(*args)
-            finally:
-                hook.remove()
-                body.remove()
+        def reward(*completions: list[str]) -> list[float]:
+            hook.remove()
+            return uneven_reward(*completions)
 
-        module.team.generate = watched  # type: ignore[method-assign]
+        hook = body.register_forward_hook(lambda *_: seen.append((body.training, torch.is_grad_enabled())))
+        module.interface = replace(module.interface, reward=RewardFunction(reward, 2))
         fit(module)
         assert seen
         assert set(seen) == {(False, False)}

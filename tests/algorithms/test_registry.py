@@ -1,0 +1,226 @@
+"""What every algorithm must do, over the registry: train, save, go on as if never stopped, load again."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from comlrl_lightning.agents.settings import SharedBase
+from comlrl_lightning.algorithms import ALGORITHMS, MAGRPO, MARLOO, CooperativeModule
+from comlrl_lightning.callbacks import BatchCheckpoint
+from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.evaluation import evaluate
+from tests.algorithms.support import (
+    ITEMS,
+    LORA,
+    Collected,
+    MemoryLogger,
+    echo,
+    fit,
+    make_module,
+    make_trainer,
+    tiny_agents,
+    uneven_reward,
+    weights,
+)
+from tests.tiny_lm import save_tiny
+
+TASKS = [{"prompt": text} for text in ("hi", "there", "you", "all", "!")]
+
+
+def noisy_reward(*completions: list[str]) -> list[float]:
+    """A reward that draws from all three global random states."""
+    noise = random.random() + float(np.random.random()) + float(torch.rand(()))
+    return [value + noise * place for place, value in enumerate(uneven_reward(*completions))]
+
+
+def shrinking(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.7)
+
+
+def scramble(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+class Run:
+    """Two epochs of five items, one per step, shuffled; two turns, a buffer of seven nodes, a schedule, log gates."""
+
+    def __init__(self, algorithm: type[CooperativeModule], folder: Path, stream: bool = False) -> None:
+        self.collected = Collected()
+        self.logger = MemoryLogger()
+        self.module = make_module(
+            algorithm,
+            reward_func=noisy_reward,
+            num_turns=2,
+            rollout_buffer_size=7,
+            train_batch_size=4,
+            clip_epsilon=0.2,
+            reference_kl_coef=0.05,
+            agent_learning_rate=[0.01, 0.003],
+            lr_scheduler=shrinking,
+            logging_steps=10,
+        )
+        self.checkpoints = BatchCheckpoint(1, keep=None, dirpath=folder)
+        self.data = TaskDataModule(Stream() if stream else TASKS, shuffle=not stream, seed=3)
+
+    def fit(self, resume: Path | None = None) -> Run:
+        callbacks = [self.collected, *([] if resume else [self.checkpoints])]
+        trainer = make_trainer(callbacks, max_epochs=2, logger=self.logger, enable_checkpointing=resume is None)
+        trainer.fit(self.module, self.data, ckpt_path=resume)
+        return self
+
+    def logged(self, after: int = 0) -> list[dict[str, float]]:
+        """Everything but wall times, logged above an env_step."""
+        return [
+            {name: value for name, value in metrics.items() if not name.startswith("time/")}
+            for step, metrics in self.logger.rows
+            if step is not None and step > after
+        ]
+
+
+class Stream:
+    """Items without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(TASKS)
+
+
+def assert_goes_on(algorithm: type[CooperativeModule], folder: Path, stops: list[int], stream: bool = False) -> None:
+    scramble(0)
+    whole = Run(algorithm, folder, stream).fit()
+    for stop in stops:
+        scramble(stop)
+        resumed = Run(algorithm, folder, stream).fit(folder / f"batch-{stop:06d}.ckpt")
+        assert [one.nodes for one in resumed.collected.rollouts] == [
+            one.nodes for one in whole.collected.rollouts[stop:]
+        ]
+        assert [one.items for one in resumed.collected.rollouts] == [
+            one.items for one in whole.collected.rollouts[stop:]
+        ]
+        for agent in (0, 1):
+            end = weights(whole.module, agent)
+            assert all(torch.equal(value, end[name]) for name, value in weights(resumed.module, agent).items())
+        assert resumed.module.env_step == whole.module.env_step == 10 * 6
+        assert resumed.module.update_step == whole.module.update_step
+        assert resumed.logged()
+        assert resumed.logged() == whole.logged(6 * stop)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_stopped_run_goes_on_bit_for_bit(algorithm: type[CooperativeModule], tmp_path: Path) -> None:
+    # After one item the buffer holds three of seven nodes.
+    assert_goes_on(algorithm, tmp_path, [1])
+
+
+def test_from_anywhere(tmp_path: Path) -> None:
+    # Just after an update, with a half-full buffer, at the end of an epoch, in the second.
+    assert_goes_on(MAGRPO, tmp_path, [3, 4, 5, 7])
+
+
+def test_from_a_stream(tmp_path: Path) -> None:
+    assert_goes_on(MARLOO, tmp_path, [2, 5, 6], stream=True)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_script_loads_it_again(algorithm: type[CooperativeModule], tmp_path: Path) -> None:
+    agents = SharedBase(save_tiny(tmp_path / "base"), num_agents=2, lora=LORA)
+    module = make_module(algorithm, agents, num_turns=2, agent_learning_rate=0.01)
+    trainer = fit(module, ITEMS[:2], 1)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    loaded = algorithm.load_from_checkpoint(tmp_path / "run.ckpt")
+    assert loaded.agents == agents
+    assert loaded.hparams == module.hparams
+    for agent in (0, 1):
+        end = weights(module, agent)
+        assert all(torch.equal(value, end[name]) for name, value in weights(loaded, agent).items())
+    data = TaskDataModule(ITEMS, eval_dataset=ITEMS)
+    assert evaluate(loaded, data) == evaluate(module, data)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_hyperparameters_are_plain(algorithm: type[CooperativeModule]) -> None:
+    module = make_module(algorithm, num_turns=2, formatters=[len_formatter, len_formatter], lr_scheduler=shrinking)
+    assert is_plain(dict(module.hparams))
+    assert module.hparams["reward_func"] == "tests.algorithms.support.uneven_reward"
+    assert module.hparams["external_transition"] == "tests.algorithms.support.echo"
+    assert module.hparams["num_turns"] == 2
+    assert module.hparams["sampling"]["init_args"]["max_new_tokens"] == 4
+
+
+def len_formatter(item: dict[str, Any]) -> str:
+    return "!" * len(item["prompt"])
+
+
+def is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(entry) for key, entry in value.items())
+    if isinstance(value, list):
+        return all(map(is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+class TestCheckpoint:
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        trainer = fit(make_module(MAGRPO, agent_learning_rate=0.01), ITEMS[:1], 1)
+        trainer.save_checkpoint(tmp_path / "run.ckpt")
+        return tmp_path / "run.ckpt"
+
+    def resume(self, module: CooperativeModule, path: Path) -> Any:
+        trainer = make_trainer(max_epochs=2)
+        trainer.fit(module, TaskDataModule(ITEMS[:1]), ckpt_path=path)
+        return trainer
+
+    def test_it_holds_adapters_only(self, path: Path) -> None:
+        state = torch.load(path, weights_only=True)["state_dict"]
+        assert state
+        assert all("lora_" in name for name in state)
+
+    @pytest.mark.parametrize(
+        ("settings", "name"),
+        [
+            ({"num_generations": 3}, "num_generations=3 differs from the checkpoint's num_generations=2"),
+            ({"discount": 0.5}, "discount=0.5 differs"),
+            ({"seed": 9}, "seed=9 differs"),
+            ({"joint_mode": "cross"}, "joint_mode='cross' differs"),
+            ({"early_termination_threshold": 1.0}, "early_termination_threshold=1.0 differs"),
+            ({"advantage_normalization": False}, "advantage_normalization=False differs"),
+            ({"num_turns": 2, "external_transition": echo}, "num_turns=2 differs"),
+        ],
+    )
+    def test_another_run_is_refused(self, path: Path, settings: dict[str, Any], name: str) -> None:
+        with pytest.raises(ValueError, match=name):
+            self.resume(make_module(MAGRPO, **settings), path)
+
+    def test_another_algorithm_is_refused(self, path: Path) -> None:
+        with pytest.raises(ValueError, match="algorithm='MARLOO' differs from the checkpoint's algorithm='MAGRPO'"):
+            self.resume(make_module(MARLOO), path)
+
+    def test_missing_weights_are_named(self, path: Path) -> None:
+        with pytest.raises(ValueError, match=r"lacks \d+ of the weights .*agent_2"):
+            self.resume(make_module(MAGRPO, tiny_agents(num_agents=3)), path)
+
+    def test_a_foreign_checkpoint_is_refused(self, path: Path, tmp_path: Path) -> None:
+        checkpoint = torch.load(path, weights_only=True)
+        del checkpoint["comlrl_lightning"]
+        torch.save(checkpoint, tmp_path / "foreign.ckpt")
+        with pytest.raises(ValueError, match="was not saved by comlrl_lightning"):
+            self.resume(make_module(MAGRPO), tmp_path / "foreign.ckpt")
+
+    def test_a_new_learning_rate_wins(self, path: Path) -> None:
+        trainer = self.resume(make_module(MAGRPO, agent_learning_rate=[0.02, 0.01]), path)
+        assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [0.02, 0.01]
+
+    def test_a_loaded_model_must_be_passed_again(self, path: Path) -> None:
+        with pytest.raises(ValueError, match=r"agents .*Pass agents= "):
+            MAGRPO.load_from_checkpoint(path)
+        loaded = MAGRPO.load_from_checkpoint(path, agents=tiny_agents())
+        state = torch.load(path, weights_only=True)["state_dict"]
+        assert all(torch.equal(value, state[f"team.{name}"]) for name, value in weights(loaded, 1).items())
