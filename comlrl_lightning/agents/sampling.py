@@ -49,19 +49,21 @@ def pick(logits: Tensor, draws: Tensor, sampling: Sampling, banned: Tensor | Non
         banned: Token ids that may not come.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scaled = logits / sampling.temperature if sampling.temperature > 0 else logits
-    shifted = scaled - scaled.amax(-1, keepdim=True)
-    weights = shifted.exp()
+    temperature = sampling.temperature or 1.0
+    # In place from here on: at every token this is a good part of the work outside the model.
+    top = logits.amax(-1, keepdim=True)
+    weights = (logits - top).div_(temperature).exp_()
     normalizer = weights.sum(-1).log()
     if banned is not None:
-        weights = weights.index_fill(1, banned, 0.0)
+        weights.index_fill_(1, banned, 0.0)
     if sampling.temperature == 0:
         tokens = weights.argmax(-1)
     elif sampling.top_p < 1 or sampling.top_k is not None:
         tokens = _pick_truncated(weights, draws, sampling)
     else:
         tokens = search(weights, draws)
-    return tokens, shifted.gather(1, tokens.unsqueeze(1)).squeeze(1) - normalizer
+    chosen = logits.gather(1, tokens.unsqueeze(1)) - top
+    return tokens, chosen.squeeze(1) / temperature - normalizer
 
 
 def search(weights: Tensor, draws: Tensor) -> Tensor:
@@ -75,7 +77,8 @@ def search(weights: Tensor, draws: Tensor) -> Tensor:
     """
     if weights.shape[1] <= 2 * BLOCK:
         return _locate(weights, draws)[0]
-    blocks = F.pad(weights, (0, -weights.shape[1] % BLOCK)).view(len(weights), -1, BLOCK)
+    missing = -weights.shape[1] % BLOCK
+    blocks = (F.pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, BLOCK)
     block, rest = _locate(blocks.sum(-1), draws)
     rows = torch.arange(len(weights), device=weights.device)
     return block * BLOCK + _locate(blocks[rows, block], rest)[0]
