@@ -26,13 +26,14 @@ from comlrl_lightning.callbacks import (
 from comlrl_lightning.tasks import length_ratio
 
 
-def demo(model: str | None, seed: int, out: Path) -> dict[str, float]:
+def demo(model: str | None, seed: int, out: Path, max_epochs: int = 6) -> dict[str, float]:
     """Train two agents and write everything under `out`.
 
     Args:
         model: Hub name or local folder; None takes the story model of the package.
         seed: Seed of the run.
         out: Folder for metrics, completions, reward curve and agents.
+        max_epochs: Passes over the task items.
 
     Returns:
         Mean reward of the evaluation `before` and `after`, of the `first_quarter` and `last_quarter` of training.
@@ -49,16 +50,17 @@ def demo(model: str | None, seed: int, out: Path) -> dict[str, float]:
     )
     module = MAGRPO(
         agents=SharedBase(model or str(story_model_path()), num_agents=2),
-        formatters=[length_ratio.brief_formatter, length_ratio.detailed_formatter] if model else None,
+        formatters=[length_ratio.brief_formatter, length_ratio.detailed_formatter],
         reward_func=length_ratio.reward_func,
         num_generations=8,
+        joint_mode="cross",
         sampling=Sampling(max_new_tokens=128),
-        agent_learning_rate=1e-3,
+        agent_learning_rate=3e-4 if model else 3e-3,
         seed=seed,
     )
     curve = RewardCurve(out / "reward-curve.png")
     trainer = Trainer(
-        max_epochs=4,
+        max_epochs=max_epochs,
         accelerator="auto" if model else "cpu",
         logger=CSVLogger(out, name="logs", version=""),
         enable_checkpointing=False,
@@ -95,11 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m comlrl_lightning.demo", description=__doc__)
     parser.add_argument("--model", help="hub name or local folder in place of the story model of the package")
     parser.add_argument("--seed", type=int, default=0, help="seed of the run")
+    parser.add_argument("--epochs", type=int, default=6, help="passes over the task items")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where everything is written")
     options = parser.parse_args(arguments)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
-    rewards = demo(options.model, options.seed, options.out)
+    rewards = demo(options.model, options.seed, options.out, options.epochs)
     print(
         f"mean reward on held-out tasks: {rewards['before']:.3f} before, {rewards['after']:.3f} after training\n"
         f"mean reward in training: {rewards['first_quarter']:.3f} in the first quarter, "

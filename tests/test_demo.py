@@ -1,0 +1,33 @@
+"""The demonstration: what it writes, and that its agents learn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from comlrl_lightning.demo import demo, main
+from tests.tiny_lm import save_tiny
+
+
+def test_files_and_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = save_tiny(tmp_path / "model"), tmp_path / "out"
+    main(["--model", model, "--out", str(out), "--epochs", "2"])
+    assert "eval/turn_1/response_chars" in json.loads((out / "metrics.json").read_text())
+    # An evaluation of two items before each of two epochs and one after them.
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
+    assert len((out / "completions.jsonl").read_text().splitlines()) == 6
+    assert (out / "reward-curve.png").stat().st_size > 1000
+    assert (out / "logs" / "metrics.csv").exists()
+    for agent in range(2):
+        assert (out / "agents" / f"agent_{agent}" / "adapter_model.safetensors").exists()
+    assert "after training" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_agents_of_the_story_model_learn(tmp_path: Path, seed: int) -> None:
+    rewards = demo(None, seed, tmp_path)
+    assert rewards["last_quarter"] >= rewards["first_quarter"] + 0.25
+    assert rewards["after"] > rewards["before"]
