@@ -37,12 +37,13 @@ def evaluate(
         return {}
     with _settings(module, data, num_eval_samples, seed):
         trainer = _trainer(module)
-        extra = [callback for callback in callbacks or () if callback not in trainer.callbacks]
-        trainer.callbacks += extra
+        present: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        extra = [callback for callback in callbacks or () if callback not in present]
+        present += extra
         try:
             results = trainer.validate(module, data, verbose=False)
         finally:
-            trainer.callbacks = [callback for callback in trainer.callbacks if callback not in extra]
+            present[:] = [callback for callback in present if callback not in extra]
     return {key: value for key, value in results[0].items() if key.startswith("eval/")}
 
 

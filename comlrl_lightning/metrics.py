@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -83,36 +83,30 @@ class MetricTable(nn.Module):
     def __init__(self, keys: Iterable[str], prefix: str = "") -> None:
         super().__init__()
         self.prefix = prefix
-        self.means = nn.ModuleDict()
+        self._means: dict[str, MeanMetric] = {}
         for key in keys:
-            mean = MeanMetric(nan_strategy="error").set_dtype(torch.float64)
-            mean.persistent(True)
-            self.means[key] = mean
+            self._means[key] = MeanMetric(nan_strategy="error")
+            self._means[key].set_dtype(torch.float64)
+            self._means[key].persistent(True)
+        self.means = nn.ModuleDict(self._means)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MetricTable:
         """Follow the module to its device, never to its precision."""
-        super()._apply(fn, recurse)
-        for mean in self.means.values():
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for mean in self._means.values():
             mean.set_dtype(torch.float64)
         return self
 
     def update(self, key: str, value: float | Tensor, weight: float = 1.0) -> None:
         """Add one value with its weight."""
-        self.means[key].update(value, weight)
-
-    def update_all(self, values: Mapping[str, float | Tensor]) -> None:
-        """Add one value for each of several keys."""
-        for key, value in values.items():
-            self.update(key, value)
+        self._means[key].update(value, weight)
 
     def pop(self) -> dict[str, float]:
         """Mean of each key that got a value on any rank, then forget all. Call it on every rank."""
-        if not self.means:
-            return {}
-        weights = torch.stack([mean.weight.double() for mean in self.means.values()])
+        weights = torch.stack([torch.as_tensor(mean.weight) for mean in self._means.values()])
         seen = all_reduce_sum(weights) > 0
         result = {}
-        for (key, mean), has_value in zip(self.means.items(), seen.tolist(), strict=True):
+        for (key, mean), has_value in zip(self._means.items(), seen.tolist(), strict=True):
             if has_value:
                 mean.update(0.0, 0.0)  # a rank without a value takes part in the reduction, without a warning
                 result[self.prefix + key] = float(mean.compute())

@@ -38,7 +38,7 @@ def average_gradients(groups: Sequence[Group], num_nodes: int, is_active: Sequen
 def _average(group: Group, total: float) -> None:
     if world_size() > 1:
         flat = torch.cat([_gradient(parameter).flatten() for parameter in group])
-        parts = all_reduce_sum(flat).split([parameter.numel() for parameter in group])
+        parts = torch.split(all_reduce_sum(flat), [parameter.numel() for parameter in group])
         for parameter, part in zip(group, parts, strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
     for parameter in group:
