@@ -19,6 +19,8 @@ from comlrl_lightning.assets.grammar import ANIMALS, PLACES, Topic, random_topic
 from comlrl_lightning.tasks import length_ratio
 
 VOCABULARY_SIZE = 768
+MAX_POSITIONS = 512
+SHARPNESS = 1.4
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 MODEL_CARD = """---
@@ -76,7 +78,12 @@ def make_tokenizer(corpus: Sequence[tuple[str, str]]) -> PreTrainedTokenizerFast
     tokenizer.train_from_iterator((text for pair in corpus for text in pair), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(f"{BOS} $A", f"{BOS} $A {BOS} $B", [(BOS, BOS_ID)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -92,7 +99,7 @@ def make_model(seed: int) -> LlamaForCausalLM:
         intermediate_size=384,
         num_hidden_layers=4,
         num_attention_heads=4,
-        max_position_embeddings=512,
+        max_position_embeddings=MAX_POSITIONS,
         initializer_range=0.06,  # the usual 0.02 suits wider models; this learns about twice as fast
         tie_word_embeddings=True,
         pad_token_id=PAD_ID,
@@ -162,6 +169,20 @@ def train(
     model.eval()
 
 
+def sharpen(model: LlamaForCausalLM, factor: float) -> None:
+    """Multiply a model's logits by a factor, in place, through the scale of its last norm.
+
+    Sampled at temperature 1, so small a model slips off the grammar once in a few hundred tokens, sharpened more
+    rarely.
+
+    Args:
+        model: Model to change.
+        factor: Factor of the logits.
+    """
+    with torch.no_grad():
+        model.model.norm.weight.mul_(factor)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make tokenizer and model and write them to a folder.
 
@@ -178,6 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer = make_tokenizer(list(islice(documents(random.Random(options.seed)), 4000)))
     model = make_model(options.seed)
     train(model, tokenizer, num_steps=options.steps, batch_size=options.batch_size, seed=options.seed + 1)
+    sharpen(model, SHARPNESS)
     model.save_pretrained(options.out_dir)
     tokenizer.save_pretrained(options.out_dir)
     (options.out_dir / "README.md").write_text(MODEL_CARD)
