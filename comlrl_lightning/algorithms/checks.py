@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,25 +17,51 @@ SchedulerFactory = Callable[[Optimizer], LRScheduler]
 """Makes a learning-rate schedule, stepped once per optimizer step."""
 
 
-def check_at_least(minimum: float, **values: float | None) -> None:
-    """Refuse numbers below a minimum, NaN and infinity; None passes."""
+def check_kind(*kinds: type, **values: Any) -> None:
+    """Refuse objects of other classes."""
     for name, value in values.items():
-        if value is not None and not (math.isfinite(value) and value >= minimum):
+        if not isinstance(value, kinds):
+            wanted = " or ".join(f"{kind.__name__}(...)" for kind in kinds)
+            raise ValueError(f"{name}={value!r} is not a setting of that kind. Give {wanted}.")
+
+
+def check_whole(minimum: int, **values: int | None) -> None:
+    """Refuse anything but whole numbers from a minimum on; None passes."""
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < minimum):
+            raise ValueError(f"{name}={value!r} is out of range. Use a whole number of at least {minimum}.")
+
+
+def check_finite(**values: float | None) -> None:
+    """Refuse what is not a number, NaN and infinity; None passes."""
+    for name, value in values.items():
+        if value is not None and not _is_finite(value):
+            raise ValueError(f"{name}={value!r} is out of range. Use a finite number.")
+
+
+def check_at_least(minimum: float, **values: float | None) -> None:
+    """Refuse what is not a number, numbers below a minimum, NaN and infinity; None passes."""
+    for name, value in values.items():
+        if value is not None and not (_is_finite(value) and value >= minimum):
             raise ValueError(f"{name}={value!r} is out of range. Use a number of at least {minimum:g}.")
 
 
 def check_positive(**values: float | None) -> None:
-    """Refuse numbers that are not above zero; None passes."""
+    """Refuse what is not a number above zero; None passes."""
     for name, value in values.items():
-        if value is not None and not (math.isfinite(value) and value > 0):
+        if value is not None and not (_is_finite(value) and value > 0):
             raise ValueError(f"{name}={value!r} is out of range. Use a number above 0.")
 
 
 def check_share(**values: float) -> None:
-    """Refuse numbers outside 0 to 1."""
+    """Refuse what is not a number from 0 to 1."""
     for name, value in values.items():
-        if not 0 <= value <= 1:
+        if not (_is_finite(value) and 0 <= value <= 1):
             raise ValueError(f"{name}={value!r} is out of range. Use a number from 0 to 1.")
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_choice(choices: Sequence[Any], **values: Any) -> None:
@@ -53,7 +80,12 @@ def learning_rates(value: float | Sequence[float] | None, default: float, num_ag
         default: What None means.
         num_agents: N.
     """
-    rates = [default] if value is None else [value] if isinstance(value, int | float) else list(value)
+    if value is None:
+        rates = [default]
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        rates = list(value)
+    else:
+        rates = [value]  # perhaps a text, which is refused below
     if len(rates) not in (1, num_agents):
         raise ValueError(
             f"agent_learning_rate={value!r} has {len(rates)} entries for {num_agents} agents."
@@ -70,11 +102,14 @@ def check_optimizer(optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory 
     Raises:
         ValueError: If the optimizer brings its own learning rate, or the schedule waits for a metric.
     """
+    for name, factory in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+        if factory is not None and not callable(factory):
+            raise ValueError(f"{name}={factory!r} is not callable. Give a class or a function.")
     trial = optimizer([{"params": [torch.nn.Parameter(torch.zeros(1))]}])
     if not isinstance(trial, Optimizer):
         raise ValueError(f"optimizer={optimizer!r} returns {type(trial).__name__}. Return a torch.optim.Optimizer.")
-    default = type(trial)([torch.nn.Parameter(torch.zeros(1))]).defaults.get("lr")
-    if trial.defaults.get("lr") != default:
+    parameter = inspect.signature(type(trial)).parameters.get("lr")
+    if parameter is not None and parameter.default not in (parameter.empty, trial.defaults.get("lr")):
         raise ValueError(
             f"optimizer sets lr={trial.defaults['lr']!r}. Leave the learning rate out of it and use"
             " agent_learning_rate."

@@ -20,10 +20,12 @@ from comlrl_lightning.algorithms.checkpoint import load_run, restore_run, save_r
 from comlrl_lightning.algorithms.checks import (
     OptimizerFactory,
     SchedulerFactory,
-    check_at_least,
+    check_finite,
+    check_kind,
     check_optimizer,
     check_share,
     check_trainer_flags,
+    check_whole,
     learning_rates,
 )
 from comlrl_lightning.algorithms.construction import task_interface
@@ -143,6 +145,8 @@ class CooperativeModule(BufferedUpdates):
         self.agents: SharedBase | Separate = from_plain("agents", agents)
         self.sampling: Sampling = from_plain("sampling", sampling)
         self.eval_sampling: Sampling = from_plain("eval_sampling", eval_sampling) or self.sampling
+        check_kind(SharedBase, Separate, agents=self.agents)
+        check_kind(Sampling, sampling=self.sampling, eval_sampling=self.eval_sampling)
         self.shape = RolloutShape(num_generations, num_turns, "aligned", early_termination_threshold)
         self.policy = PolicySettings(
             self.sampling.temperature,
@@ -162,7 +166,9 @@ class CooperativeModule(BufferedUpdates):
             on_nonfinite,
         )
         check_share(discount=discount)
-        check_at_least(1, max_nodes=max_nodes)
+        check_finite(early_termination_threshold=early_termination_threshold)
+        check_whole(1, max_nodes=max_nodes)
+        check_whole(0, seed=seed)
         self.discount, self.max_nodes, self.seed = discount, max_nodes, seed
         self.num_agents, self.num_turns = self.agents.num_agents, num_turns
         self.interface = task_interface(given, self.num_agents)
@@ -272,8 +278,8 @@ class CooperativeModule(BufferedUpdates):
             self._warned_of_stops = True
             rank_zero_warn(
                 f"early_termination_threshold={self.shape.early_termination_threshold} stopped a node with a positive"
-                " mean reward: it gets 0 for the turns that it does not play, so that its better start is punished. Shift"
-                " rewards to be at most 0, or leave the threshold out."
+                " mean reward: it gets 0 for the turns that it does not play, so that its better start is punished."
+                " Shift rewards to be at most 0, or leave the threshold out."
             )
 
     def _log_training(self) -> None:

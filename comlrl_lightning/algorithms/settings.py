@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from comlrl_lightning.algorithms.checks import check_at_least, check_choice, check_positive
+from comlrl_lightning.algorithms.checks import check_at_least, check_choice, check_positive, check_whole
 from comlrl_lightning.functional import ImportanceLevel
 
 OnNonfinite = Literal["raise", "skip"]
@@ -51,7 +51,7 @@ class UpdateSettings:
     on_nonfinite: OnNonfinite
 
     def __post_init__(self) -> None:
-        check_at_least(
+        check_whole(
             1,
             rollout_buffer_size=self.rollout_buffer_size,
             train_batch_size=self.train_batch_size,

@@ -56,7 +56,7 @@ class RolloutShape:
 
     def __post_init__(self) -> None:
         for name, value in (("num_generations", self.num_generations), ("num_turns", self.num_turns)):
-            if value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} is out of range. Use a whole number of at least 1.")
         if self.joint_mode not in ("aligned", "cross"):
             raise ValueError(f"joint_mode={self.joint_mode!r} is unknown. Use 'aligned' or 'cross'.")

@@ -155,7 +155,7 @@ def test_baselines(algorithm: type[CooperativeModule], normalization: str | bool
     if algorithm is MAREINFORCE and normalization == "group":
         pytest.skip("refused")
     objective = Objective(BASELINES[algorithm], normalization, discount=0.7, temperature=0.5)
-    check(algorithm, objective=objective, num_turns=2, num_generations=3)
+    check(algorithm, objective=objective, num_turns=2, joint_mode="cross")
 
 
 @pytest.mark.parametrize("kind", ["shared", "full"])
