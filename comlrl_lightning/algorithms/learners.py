@@ -230,28 +230,18 @@ class GroupRelativeLearner:
         self, buffer: Sequence[CreditedNode], num_turns: int, kappa: Sequence[Tensor] | None
     ) -> list[Tensor]:
         """`[nodes][N, K]` advantages in float64."""
-        settings, num_agents = self.settings, self.team.num_agents
         returns = [torch.tensor(entry.returns, dtype=torch.float64) for entry in buffer]
-        moments = torch.zeros(num_turns, num_agents, 2, dtype=torch.float64)
+        moments = torch.zeros(num_turns, self.team.num_agents, 2, dtype=torch.float64)
         for entry, values in zip(buffer, returns, strict=True):
-            for agent in range(num_agents):
-                moments[entry.node.turn - 1, agent] += batch_moments(values[agent][None])
+            moments[entry.node.turn - 1] += torch.stack([batch_moments(group) for group in values])
         if self.normalization == "batch":
             moments = all_reduce_sum(moments)
         advantages = []
         for position, (entry, values) in enumerate(zip(buffer, returns, strict=True)):
-            rows = [
-                group_advantages(
-                    values[agent][None],
-                    self.baseline,
-                    self.normalization,
-                    rms=batch_rms(moments[entry.node.turn - 1, agent]),
-                )
-                for agent in range(num_agents)
-            ]
-            result = torch.cat(rows)
+            rms = torch.stack([batch_rms(agent) for agent in moments[entry.node.turn - 1]])[:, None]
+            result = group_advantages(values, self.baseline, self.normalization, rms=rms)
             if kappa is not None:
-                result = subtract_kl(result, kappa[position], settings.reference_kl_coef, self.baseline)
+                result = subtract_kl(result, kappa[position], self.settings.reference_kl_coef, self.baseline)
             advantages.append(result)
         return advantages
 
