@@ -1,1 +1,1 @@
-""""""
+"""The language models: what they are, how they sample, how they score."""

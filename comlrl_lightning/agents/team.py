@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,6 +71,10 @@ class AgentTeam(nn.Module):
 
         Returns:
             The K completions of each request, in order.
+
+        Raises:
+            ValueError: A prompt is empty, or too long for what was set.
+            FloatingPointError: A model's logits are not finite.
         """
         rows: list[Row] = []
         for request in requests:
@@ -111,6 +116,10 @@ class AgentTeam(nn.Module):
     ) -> Completion:
         speaker = self._speakers[request.agent]
         stop = StopStrings(sampling.stop, speaker.tokenizer)
+        if not all(map(math.isfinite, sampled.log_probs)):
+            raise FloatingPointError(
+                f"agent_{request.agent} gives logits that are not finite. Lower the learning rate or use a wider dtype."
+            )
         ended = sampled.token_ids[-1] in speaker.end_ids or (bool(sampling.stop) and stop.reached(sampled.token_ids))
         return Completion(
             agent=request.agent,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -263,3 +264,36 @@ def test_peft_reads_the_folder_as_an_adapter_of_its_base(folder: str, tmp_path: 
     AgentTeam.build(SharedBase(folder, 1)).save(tmp_path)
     network = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "agent_0")
     assert network.peft_config["default"].base_model_name_or_path == folder
+
+
+def test_autocast_generates_and_scores() -> None:
+    # Lightning's bf16-mixed runs the whole training step under autocast.
+    for lora in (LoraSettings(), LoraSettings(use_dora=True)):
+        team = shared_team(lora=lora, gradient_checkpointing=True).train()
+        with torch.autocast("cpu", torch.bfloat16):
+            answers = [answer for group in team.generate(requests(["hi", "you"]), GREEDY) for answer in group]
+            result = team.log_probs(answers, temperature=1.0)
+            assert result.log_probs.dtype == torch.float32
+            torch.autograd.backward(result.log_probs.sum())
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in trained(team).values())
+
+
+def test_inference_mode_leaves_nothing_behind() -> None:
+    # Lightning evaluates in inference mode, whose tensors must not reach a later backward pass.
+    team = shared_team(reference="initial")
+    team.add_reference()
+    with torch.inference_mode():
+        team.generate(requests(["hi"]), GREEDY)
+        team.log_probs(ROWS, temperature=1.0, reference=True)
+    torch.autograd.backward(team.log_probs(ROWS, temperature=1.0).log_probs.sum())
+    assert all(p.grad is not None for p in trained(team).values())
+
+
+def test_a_copied_team_is_a_team_of_its_own() -> None:
+    team = shared_team()
+    before = scores(team)
+    copy = deepcopy(team)
+    torch.testing.assert_close(scores(copy), before)
+    stir(copy, 0.5)
+    assert not torch.allclose(scores(copy), before)
+    assert torch.equal(scores(team), before)
