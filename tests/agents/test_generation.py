@@ -160,15 +160,24 @@ def spoken(answers: Sequence[Completion]) -> list[str]:
 def test_stop_strings_end_the_row_and_leave_its_text(backend: str) -> None:
     team = shared_team(tokenizer=tiny_tokenizer())
     whole = flat(team.generate(requests(PROMPTS, samples=1), GREEDY))
-    # Two characters from the middle of the first answer; what follows them must be gone.
-    tokenizer = model_of(team).tokenizer
-    stop = tokenizer.decode(whole[0].token_ids[4:6])
-    stopped = flat(team.generate(requests(PROMPTS, samples=1), replace(GREEDY, stop=(stop,), backend=backend)))  # type: ignore[arg-type]
-    assert stopped[0].token_ids == whole[0].token_ids[:6]
-    assert stopped[0].text == tokenizer.decode(whole[0].token_ids[:4], skip_special_tokens=True)
-    assert not stopped[0].truncated
-    assert [answer.token_ids for answer in stopped[1:]] == [answer.token_ids for answer in whole[1:]]
-    assert all(answer.truncated for answer in stopped[1:])
+    # Two plain characters out of an answer end it; they and what followed them must be gone from its text.
+    decode = model_of(team).tokenizer.decode
+    ended, place = next(
+        (index, place)
+        for index, answer in enumerate(whole)
+        for place in range(1, 18)
+        if decode(answer.token_ids[place : place + 2]).isalpha()
+    )
+    stop = decode(whole[ended].token_ids[place : place + 2])
+    sampling = replace(GREEDY, stop=(stop,), backend=backend)  # type: ignore[arg-type]
+    for before, after in zip(whole, flat(team.generate(requests(PROMPTS, samples=1), sampling)), strict=True):
+        stopped = stop in decode(before.token_ids)
+        assert after.truncated != stopped
+        assert after.text == before.text.partition(stop)[0]
+        if not stopped:
+            assert after.token_ids == before.token_ids
+        elif before is whole[ended]:
+            assert after.token_ids == before.token_ids[: place + 2]
 
 
 @pytest.mark.parametrize("make", ARCHITECTURES)
