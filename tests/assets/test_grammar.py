@@ -64,6 +64,7 @@ def test_reference_story_parses() -> None:
         ("sad. Then", "sad.  Then"),  # two spaces
         ("good day.", "good day"),  # cut off
         ("good day.", "good day. "),  # something left over
+        ("good day.", "good day.Then"),  # a sentence that starts without a space
         ("Finn the fox", "finn the fox"),  # capitals count
     ],
 )
