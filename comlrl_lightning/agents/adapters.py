@@ -186,6 +186,7 @@ class Adapters:
 
         The adapters' factors are stacked and added to the output of the frozen layers, which run with adapters off.
         """
+        assert set(names) <= set(self.network.peft_config), "a missing adapter would pass for the base model"
         with self.acting(None):
             self._grouping = Grouping(names, sizes)
             self._again = partial(self.grouped, names, sizes)

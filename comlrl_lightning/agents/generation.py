@@ -92,7 +92,7 @@ def generate(
 class _Batch:
     """The rows being decoded: `[G * W]`, W for each of G agents, unfinished rows and fillers that even the groups out.
 
-    `_owner` says which result a row writes to; finished rows and fillers write to one more, which nobody reads.
+    `owner` says which result a row writes to; finished rows and fillers write to one more, which nobody reads.
     """
 
     def __init__(

@@ -55,6 +55,7 @@ class LanguageModel(nn.Module):
         self.reference = reference
         self.adapters = Adapters(network, [adapter_name(a) for a in agents]) if isinstance(network, PeftModel) else None
         self.frozen: LanguageModel | None = None
+        self.has_reference = isinstance(network, PeftModel) and reference == "base"
         switch_off_dropout(network)
         self._keep_adapters_in_float32()
         accepted = inspect.signature(self.causal.base_model.forward).parameters
@@ -242,11 +243,14 @@ class LanguageModel(nn.Module):
         self.causal._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=run)
 
     def add_reference(self) -> None:
-        """Keep a frozen copy of the agents' present policies, if the reference is not simply the base model."""
+        """Keep a frozen copy of the present policies, unless there is one or the base model is the reference."""
+        if self.has_reference:
+            return
+        self.has_reference = True
         if self.adapters is None:
             copy = deepcopy(self.network).requires_grad_(False)
             self.frozen = LanguageModel(copy, self.tokenizer, self.agents, self.prompts)
-        elif self.reference == "initial":
+        else:
             self.adapters.add_reference()
             self._keep_adapters_in_float32()
 

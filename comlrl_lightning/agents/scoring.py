@@ -30,6 +30,7 @@ def score(
         temperature: Divides the logits.
         reference: Score under the agents' reference policies.
     """
+    assert model.has_reference or not reference, "add_reference() comes first"
     if reference and model.frozen is not None:
         return score(model.frozen, completions, temperature)
     groups = [(agent, list(group)) for agent, group in groupby(completions, key=lambda completion: completion.agent)]

@@ -206,6 +206,7 @@ def test_the_reference_is_the_initial_policy(lora: LoraSettings) -> None:
     at_first = team.log_probs(rows, temperature=1.0).log_probs.detach()
     names = set(trained(team))
     team.add_reference()
+    team.add_reference()
     assert set(trained(team)) == names
     stir(team, 0.5)
     torch.testing.assert_close(reference_scores(team, rows), at_first, rtol=1e-5, atol=1e-5)
