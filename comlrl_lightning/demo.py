@@ -6,11 +6,13 @@ import argparse
 import logging
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
+from torch.optim.lr_scheduler import LinearLR
 
 from comlrl_lightning import MAGRPO, Sampling, SharedBase, TaskDataModule, evaluate
 from comlrl_lightning.assets import story_model_path
@@ -55,7 +57,9 @@ def demo(model: str | None, seed: int, out: Path, max_epochs: int = 6) -> dict[s
         num_generations=8,
         joint_mode="cross",
         sampling=Sampling(max_new_tokens=128),
-        agent_learning_rate=3e-4 if model else 3e-3,
+        advantage_normalization=False,
+        agent_learning_rate=3e-4 if model else 4e-3,
+        lr_scheduler=partial(LinearLR, start_factor=1.0, end_factor=0.1, total_iters=len(items) // 4 * max_epochs),
         seed=seed,
     )
     curve = RewardCurve(out / "reward-curve.png")

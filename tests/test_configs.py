@@ -35,7 +35,7 @@ def test_there_is_one_file_per_algorithm_and_feature() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_file_fits_a_screen_and_parses(path: Path, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(path.read_text().splitlines()) <= 45
+    assert len(path.read_text().splitlines()) <= 50
     with pytest.raises(SystemExit) as ended:
         main(["fit", "--config", str(path), "--print_config"])
     assert ended.value.code == 0
