@@ -25,6 +25,11 @@ def test_one_turn_returns_its_rewards() -> None:
     assert entry.weight == 1.0
 
 
+def test_rewards_keep_their_precision() -> None:
+    (entry,) = credit(1, {"a1": 1 + 2**-40, "a2": 1.0})
+    assert entry.returns == ((1 + 2**-40, 1.0),)
+
+
 def test_a_child_adds_its_discounted_mean() -> None:
     # Below the first joint completion the mean is (3 + 5) / 2 = 4, below the second (0 + 1) / 2 = .5.
     rewards = {"a1": 1.0, "a2": 2.0, "a11": 3.0, "a12": 5.0, "a22": 1.0}

@@ -263,6 +263,11 @@ class TestShape:
         with pytest.raises(ValueError, match="num_turns=0 is out of range"):
             RolloutShape(num_turns=0)
 
+    @pytest.mark.parametrize("value", [2.5, True, "2"])
+    def test_counts_are_whole_numbers(self, value: Any) -> None:
+        with pytest.raises(ValueError, match=f"num_turns={value!r} is out of range. Use a whole number"):
+            RolloutShape(num_turns=value)
+
     def test_unknown_joint_mode(self) -> None:
         with pytest.raises(ValueError, match="joint_mode='paired' is unknown"):
             RolloutShape(joint_mode="paired")
@@ -276,19 +281,55 @@ def test_progress_hears_turn_and_running_rows() -> None:
     assert heard == [(1, 4), (2, 8)]
 
 
-def test_times_are_told_apart() -> None:
-    rollouts = make_collector(FakeTeam(1)).collect([ITEM], [0])
-    assert 0 < rollouts.generation_seconds < 10
-    assert 0 < rollouts.reward_seconds < 10
+def test_times_add_up_over_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A clock that advances by 1, then by 10, and so on: each turn is read before sampling, before and after scoring.
+    ticks = iter([0.0, 1.0, 11.0, 12.0, 13.0, 23.0])
+    monkeypatch.setattr("comlrl_lightning.rollouts.collect.time.perf_counter", lambda: next(ticks))
+    rollouts = make_collector(FakeTeam(1), num_turns=2).collect([ITEM], [0])
+    assert rollouts.generation_seconds == 1.0 + 1.0
+    assert rollouts.reward_seconds == 10.0 + 10.0
 
 
-def test_an_exception_of_the_reward_keeps_its_type_and_names_the_item_and_the_turn() -> None:
-    def reward(first: list[str], turn: int) -> list[float]:
-        if turn == 2:
-            raise KeyError("lost")
-        return [0.0] * len(first)
+class TestMistakesInUserCode:
+    """An exception keeps its type and gets a note that names the function, the task item and the turn."""
 
-    with pytest.raises(KeyError, match="lost") as caught:
-        make_collector(FakeTeam(1), reward, num_turns=2).collect([ITEM], [17])
-    assert "task item 17" in caught.value.__notes__[0]
-    assert "at turn 2" in caught.value.__notes__[0]
+    def notes(self, fails: str, at_call: int) -> str:
+        """What is noted when a function fails at its n-th call."""
+        calls = []
+
+        def run(name: str, result: Any) -> Any:
+            calls.append(name)
+            if name == fails and calls.count(name) == at_call:
+                raise KeyError("lost")
+            return result
+
+        def formatter(item: dict[str, Any]) -> str:
+            return str(run("formatter", item["prompt"]))
+
+        def reward(first: list[str]) -> list[float]:
+            return list(run("reward", [0.0] * len(first)))
+
+        def transition() -> list[str]:
+            return list(run("transition", ["x"]))
+
+        collector = make_collector(FakeTeam(1), reward, formatters=formatter, transition=transition, num_turns=3)
+        with pytest.raises(KeyError, match="lost") as caught:
+            collector.collect([ITEM], [17])
+        (note,) = caught.value.__notes__
+        assert fails in note
+        assert "task item 17" in note
+        return str(note)
+
+    def test_reward(self) -> None:
+        assert "at turn 1" in self.notes("reward", 1)
+        assert "at turn 2" in self.notes("reward", 2)
+
+    def test_transition(self) -> None:
+        # It answers twice after turn 1 (K=2), then after turn 2.
+        assert "at turn 1" in self.notes("transition", 2)
+        assert "at turn 2" in self.notes("transition", 3)
+
+    def test_formatter(self) -> None:
+        assert "at turn 1" in self.notes("formatter", 1)
+        assert "at turn 2" in self.notes("formatter", 2)
+        assert "at turn 3" in self.notes("formatter", 4)
