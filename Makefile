@@ -55,6 +55,6 @@ mutants: $(STAMP) ## Change the code in small ways and count how many changes th
 	$(OFFLINE) $(BIN)/mutmut run $(ARGS)
 	$(BIN)/mutmut results
 
-clean: ## Remove what builds, tests and runs leave behind, not the virtual environment
-	rm -rf build dist runs lightning_logs wandb mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage *.egg-info
+clean: ## Remove what builds, tests and the demo leave behind; other runs and the virtual environment stay
+	rm -rf build dist runs/demo lightning_logs wandb mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
