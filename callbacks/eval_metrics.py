@@ -73,7 +73,7 @@ class EvalMetrics(Callback):
 
     def _measure(self, rollouts: Rollouts, source: RolloutSource) -> dict[str, float]:
         completions = completion_texts(rollouts, source.num_agents, source.num_turns)
-        prompts = [str(item.get("prompt", "")) for item in rollouts.items]
+        prompts = [item.get("prompt", "") for item in rollouts.items]
         place = f"the evaluation at env_step {source.env_step}"
         rows = self._eval_logger(
             place, agent_completions_turns=completions, batch_items=list(rollouts.items), prompts=prompts

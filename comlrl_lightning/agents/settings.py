@@ -125,6 +125,12 @@ class TeamSettings:
         _check_choice(owner, "dtype", self.dtype, (None, "auto", "float32", "bfloat16", "float16", "float64"))
         _check_choice(owner, "reference", self.reference, ("auto", "base", "initial"))
         _check_choice(owner, "long_prompts", self.long_prompts, ("truncate", "error"))
+        for name in ("token", "use_auth_token"):
+            if name in (self.model_kwargs or {}):
+                raise ValueError(
+                    f"{owner}(model_kwargs=...) holds {name!r}, which would end up in every checkpoint. "
+                    "Set the environment variable HF_TOKEN instead."
+                )
         if self.max_prompt_tokens is not None:
             _check_count(owner, "max_prompt_tokens", self.max_prompt_tokens, 1)
 

@@ -183,6 +183,10 @@ class AgentTeam(nn.Module):
             )
         return parameters
 
+    def trains_adapter(self, agent: int) -> bool:
+        """Whether an agent trains an adapter and not all weights of its model."""
+        return self._speakers[agent].adapters is not None
+
     def add_reference(self) -> None:
         """Keep the agents' present policies as the reference policies (nothing to keep if these are the base model)."""
         for model in self._models():

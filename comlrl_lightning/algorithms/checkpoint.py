@@ -146,7 +146,9 @@ def check_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
 
 
 def _fixed_settings(module: CooperativeModule) -> dict[str, Any]:
-    return {name: to_plain(module.hparams[name]) for name in module.fixed_settings}
+    settings = {name: to_plain(module.hparams[name]) for name in module.fixed_settings}
+    settings["agents"]["init_args"].pop("gradient_checkpointing", None)  # costs memory or time, changes no result
+    return settings
 
 
 def _trained_names(module: CooperativeModule) -> list[str]:

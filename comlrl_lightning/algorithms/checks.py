@@ -72,20 +72,15 @@ def check_choice(choices: Sequence[Any], **values: Any) -> None:
             raise ValueError(f"{name}={value!r} is unknown. Use one of {allowed}.")
 
 
-def learning_rates(value: float | Sequence[float] | None, default: float, num_agents: int) -> list[float]:
+def learning_rates(value: float | Sequence[float] | None, num_agents: int) -> list[float | None]:
     """`[N]` learning rate of each agent.
 
     Args:
-        value: One for all agents, one per agent, or None for the default.
-        default: What None means.
+        value: One for all agents, one per agent, or None, which stays None.
         num_agents: N.
     """
-    if value is None:
-        rates = [default]
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        rates = list(value)
-    else:
-        rates = [value]  # perhaps a text, which is refused below
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    rates: list[float | None] = [*value] if several else [value]  # type: ignore[misc, list-item]
     if len(rates) not in (1, num_agents):
         raise ValueError(
             f"agent_learning_rate={value!r} has {len(rates)} entries for {num_agents} agents."

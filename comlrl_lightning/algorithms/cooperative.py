@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from typing_extensions import override
@@ -29,7 +30,7 @@ from comlrl_lightning.algorithms.checks import (
     learning_rates,
 )
 from comlrl_lightning.algorithms.construction import task_interface
-from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain, to_plain
+from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain, is_remark, to_plain
 from comlrl_lightning.algorithms.learners import GroupRelativeLearner
 from comlrl_lightning.algorithms.recording import (
     prediction,
@@ -41,7 +42,7 @@ from comlrl_lightning.algorithms.recording import (
 from comlrl_lightning.algorithms.settings import PolicySettings, UpdateSettings
 from comlrl_lightning.algorithms.updating import BufferedUpdates
 from comlrl_lightning.data import TaskBatch
-from comlrl_lightning.distributed import gather_objects, sum_over_ranks
+from comlrl_lightning.distributed import gather_objects, rank, sum_over_ranks, world_size
 from comlrl_lightning.metrics import MetricTable, evaluation_keys, training_keys
 from comlrl_lightning.rollouts.buffer import CreditedNode, assign_credit
 from comlrl_lightning.rollouts.collect import Collector, RolloutShape
@@ -83,14 +84,16 @@ class CooperativeModule(BufferedUpdates):
         importance_level: One importance ratio per ``"token"`` or per ``"sequence"``.
         entropy_coef: Weight, per nat, of the entropy summed over a completion's tokens; it rewards diversity.
         agent_learning_rate: One for all agents or one per agent. None: 1e-4 with LoRA, 5e-6 without.
-        optimizer: Makes the optimizer from parameter groups, one per agent; without a learning rate of its own.
+        optimizer: Makes the optimizer from parameter groups, one per agent; without a learning rate of its own. None:
+            AdamW.
         lr_scheduler: Makes a learning-rate schedule that steps once per optimizer step. None: constant.
         max_grad_norm: Largest gradient norm, per agent. None: no clipping.
         micro_batch_tokens: Padded tokens per forward and backward pass; changes memory and speed, never the result.
-        logging_steps: At least so many env_steps lie between two training logs.
+        logging_steps: At least so many env_steps lie between two training logs; the end of a fit logs what is left.
         on_nonfinite: ``"raise"`` stops at a loss or gradient that is not finite, ``"skip"`` leaves that update out and
             counts it in ``nonfinite_updates``.
-        seed: Seeds every sampled completion together with its epoch, item, path, agent and sample.
+        seed: Seeds every sampled completion together with its epoch, item, path, agent and sample. A second fit from
+            epoch 0 draws the same numbers again.
     """
 
     fixed_settings: tuple[str, ...] = (
@@ -99,6 +102,9 @@ class CooperativeModule(BufferedUpdates):
         "num_generations",
         "discount",
         "early_termination_threshold",
+        "reward_processor",
+        "external_prompt_passthrough",
+        "reference_kl_coef",
         "sampling",
         "importance_level",
         "seed",
@@ -129,7 +135,7 @@ class CooperativeModule(BufferedUpdates):
         importance_level: Literal["token", "sequence"] = "token",
         entropy_coef: float = 0.0,
         agent_learning_rate: float | list[float] | None = None,
-        optimizer: OptimizerFactory = torch.optim.AdamW,
+        optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         max_grad_norm: float | None = 1.0,
         micro_batch_tokens: int = 4096,
@@ -178,14 +184,17 @@ class CooperativeModule(BufferedUpdates):
     def _set_up_optimizer(
         self,
         agent_learning_rate: float | list[float] | None,
-        optimizer: OptimizerFactory,
+        optimizer: OptimizerFactory | None,
         lr_scheduler: SchedulerFactory | None,
     ) -> None:
-        default = 5e-6 if self.agents.lora is None else 1e-4
-        self.learning_rates = learning_rates(agent_learning_rate, default, self.num_agents)
-        self.optimizer: OptimizerFactory = callable_from_plain("optimizer", optimizer)
-        self.lr_scheduler: SchedulerFactory | None = callable_from_plain("lr_scheduler", lr_scheduler)
-        check_optimizer(self.optimizer, self.lr_scheduler)
+        self._given_rates = learning_rates(agent_learning_rate, self.num_agents)
+        factories = {"optimizer": torch.optim.AdamW if optimizer is None else optimizer, "lr_scheduler": lr_scheduler}
+        # What a checkpoint could not hold is missed by the next fit only, not by an evaluation.
+        self._missing_factories = {name: factory for name, factory in factories.items() if is_remark(factory)}
+        if not self._missing_factories:
+            self.optimizer: OptimizerFactory = callable_from_plain("optimizer", factories["optimizer"])
+            self.lr_scheduler: SchedulerFactory | None = callable_from_plain("lr_scheduler", lr_scheduler)
+            check_optimizer(self.optimizer, self.lr_scheduler)
 
     def _set_up_state(self) -> None:
         with_kl, parts = self.policy.reference_kl_coef > 0, self.interface.reward.part_names
@@ -219,9 +228,15 @@ class CooperativeModule(BufferedUpdates):
         if self.policy.reference_kl_coef > 0:
             self.team.add_reference()
         self.learner = self.build_learner(self.team)
+        defaults = [1e-4 if self.team.trains_adapter(agent) else 5e-6 for agent in range(self.num_agents)]
+        self.learning_rates = [
+            default if rate is None else rate for rate, default in zip(self._given_rates, defaults, strict=True)
+        ]
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
+        for name, remark in self._missing_factories.items():
+            from_plain(name, remark)
         groups = [
             {"params": list(self._parameters_of(agent).values()), "name": f"agent_{agent}", "lr": rate}
             for agent, rate in enumerate(self.learning_rates)
@@ -238,6 +253,11 @@ class CooperativeModule(BufferedUpdates):
                 f"Trainer(precision={self.trainer.precision!r}) would need a gradient scaler."
                 " Use 'bf16-mixed' or '32-true'."
             )
+        if (self.updates.train_batch_size or 0) % world_size():
+            raise ValueError(
+                f"train_batch_size={self.updates.train_batch_size} is not shared evenly by {world_size()} processes."
+                " Use a multiple."
+            )
         self.team.train()
 
     @override
@@ -245,6 +265,10 @@ class CooperativeModule(BufferedUpdates):
         if self._resumed is not None:
             restore_run(self, self._resumed)
             self._resumed = None
+
+    @override
+    def on_train_end(self) -> None:
+        self._write(self.training_metrics.pop())
 
     @override
     def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
@@ -266,7 +290,7 @@ class CooperativeModule(BufferedUpdates):
         return collector.collect(batch.items, batch.indices)
 
     def _show_progress(self, turn: int, rows_running: int) -> None:
-        for callback in self.trainer.callbacks:
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RolloutListener):
                 callback.on_rollout_progress(turn, rows_running)
 
@@ -274,7 +298,9 @@ class CooperativeModule(BufferedUpdates):
         self.env_step += round(sum_over_ranks(rollouts.num_scored))
         record_nodes(self.training_metrics, credited, self.interface.reward.pop_parts())
         record_collection(self.training_metrics, rollouts)
-        if not self._warned_of_stops and stops_with_reward(rollouts, self.shape):
+        if self.shape.early_termination_threshold is None or self._warned_of_stops:
+            return
+        if sum_over_ranks(stops_with_reward(rollouts, self.shape)):
             self._warned_of_stops = True
             rank_zero_warn(
                 f"early_termination_threshold={self.shape.early_termination_threshold} stopped a node with a positive"
@@ -295,11 +321,14 @@ class CooperativeModule(BufferedUpdates):
         Args:
             metrics: The same on every rank.
         """
-        for logger in self.trainer.loggers:
-            logger.log_metrics({**metrics, "env_step": float(self.env_step)}, step=self.env_step)
-            logger.save()
+        self._write(metrics)
         for key, value in metrics.items():
             self.log(key, value, logger=False, batch_size=1, prog_bar=key.endswith("reward_mean"))
+
+    def _write(self, metrics: Mapping[str, float]) -> None:
+        for logger in self.trainer.loggers if metrics else ():
+            logger.log_metrics({**metrics, "env_step": float(self.env_step)}, step=self.env_step)
+            logger.save()
 
     @override
     def on_validation_epoch_start(self) -> None:
@@ -338,11 +367,13 @@ class CooperativeModule(BufferedUpdates):
     @override
     def predict_step(self, batch: TaskBatch, batch_idx: int) -> list[dict[str, Any]]:
         rollouts = self._collect(batch, _PREDICT, self.eval_sampling, self._single_path)
+        self.interface.reward.pop_parts()  # predictions are no part of the next log
         return [prediction(rollouts, node) for node in rollouts.nodes]
 
     def save_agents(self, folder: str | Path) -> None:
         """Write ``agent_0/``, ``agent_1/`` ...: standard PEFT or model folders with their tokenizers."""
-        self.team.save(folder)
+        if rank() == 0:
+            self.team.save(folder)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -350,4 +381,6 @@ class CooperativeModule(BufferedUpdates):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._resumed = load_run(self, checkpoint)
+        state = load_run(self, checkpoint)
+        fitting = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        self._resumed = state if fitting else None

@@ -46,9 +46,14 @@ def from_plain(argument: str, value: Any) -> Any:
         if value["class_path"] == "functools.partial":
             return functools.partial(_load(argument, value["func"]), **arguments)
         return _load(argument, value["class_path"])(**arguments)
-    if isinstance(value, str) and value.startswith("<") and value.endswith(" object>"):
+    if is_remark(value):
         raise ValueError(f"{argument} was {value} when the checkpoint was saved. Pass {argument}= to load it.")
     return value
+
+
+def is_remark(value: Any) -> bool:
+    """Whether a value only says which object a checkpoint could not hold."""
+    return isinstance(value, str) and value.startswith("<") and value.endswith(" object>")
 
 
 def callable_from_plain(argument: str, value: Any) -> Any:

@@ -167,8 +167,10 @@ class GroupRelativeLearner:
         entropy = (scores.entropy * mask).sum(1)
         losses = (policy.loss - settings.entropy_coef * entropy) * like.new_tensor([row.scale for row in rows])
         sampler = _pad([torch.tensor(row.completion.log_probs) for row in rows], like)
-        gap = ((like.detach() - sampler).abs() * mask).sum(1)
-        ratio = torch.ones_like(gap) if old is None else ((like.detach() - old) * mask).sum(1).exp()
+        behavior = like.detach() if old is None else old
+        gap = ((behavior - sampler).abs() * mask).sum(1)
+        # Clamped, for a share of squares: a completion that drifted far must not overflow it.
+        ratio = ((like.detach() - behavior) * mask).sum(1).double().clamp(-20.0, 20.0).exp()
         agents = torch.tensor([row.completion.agent for row in rows])
         counts = (policy.num_tokens, policy.num_clipped, entropy, gap, torch.ones_like(gap), ratio, ratio.square())
         stats.add(agents, losses, counts)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from comlrl_lightning.metrics import MetricTable, agent_key, part_key, turn_key
 from comlrl_lightning.rollouts.buffer import CreditedNode
 from comlrl_lightning.rollouts.collect import RolloutShape
@@ -17,18 +20,16 @@ def record_nodes(table: MetricTable, credited: Sequence[CreditedNode], parts: Ma
     for name, value in parts.items():
         table.update(part_key(name), value, num_scored)
     for entry in credited:
-        for reward, expected in zip(entry.node.rewards, entry.joint_returns, strict=True):
-            table.update(turn_key(entry.node.turn, "reward_mean"), reward)
-            table.update(turn_key(entry.node.turn, "expected_return"), expected)
+        table.update(turn_key(entry.node.turn, "reward_mean"), _column(entry.node.rewards))
+        table.update(turn_key(entry.node.turn, "expected_return"), _column(entry.joint_returns))
 
 
 def record_collection(table: MetricTable, rollouts: Rollouts) -> None:
     """Lengths of the completions and times of the collection."""
     for node in rollouts.nodes:
         for agent, group in enumerate(node.completions):
-            for completion in group:
-                table.update(agent_key(agent, "completion_tokens"), len(completion.token_ids))
-                table.update(agent_key(agent, "truncated_share"), float(completion.truncated))
+            table.update(agent_key(agent, "completion_tokens"), _column([len(one.token_ids) for one in group]))
+            table.update(agent_key(agent, "truncated_share"), _column([one.truncated for one in group]))
     table.update("time/generation", rollouts.generation_seconds)
     table.update("time/reward", rollouts.reward_seconds)
 
@@ -57,3 +58,7 @@ def prediction(rollouts: Rollouts, node: Node) -> dict[str, Any]:
         "completions": [completion.text for completion in node.joint_completion(0)],
         "reward": node.rewards[0],
     }
+
+
+def _column(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)

@@ -47,6 +47,11 @@ class GroupRelativeModule(CooperativeModule):
 
     def _check_group(self) -> None:
         name, size = type(self).__name__, self.shape.num_generations
+        if size == 1 and self.advantage_normalization == "batch":
+            raise ValueError(
+                f"{name}(num_generations=1, advantage_normalization='batch') has no spread inside groups to measure."
+                " Use num_generations >= 2 or advantage_normalization=False."
+            )
         if self.baseline == "none":
             if self.advantage_normalization == "group":
                 raise ValueError(
@@ -61,16 +66,18 @@ class GroupRelativeModule(CooperativeModule):
 
     def _check_sampling(self) -> None:
         sampling, name = self.sampling, type(self).__name__
-        if sampling.top_p == 1 and sampling.top_k is None:
+        if sampling.top_p == 1 and sampling.top_k is None and sampling.min_new_tokens == 0:
             return
-        given = f"sampling with top_p={sampling.top_p} and top_k={sampling.top_k}"
+        given = (
+            f"sampling with top_p={sampling.top_p}, top_k={sampling.top_k}, min_new_tokens={sampling.min_new_tokens}"
+        )
         bias = (
             "cuts the distribution that completions come from, while the update scores the full one: a constant"
             " positive advantage then pushes the kept tokens up and the entropy falls."
         )
         if self.baseline == "none":
-            raise ValueError(f"{name}: {given} {bias} Use top_p=1.0 and top_k=None, or an algorithm with a baseline.")
-        rank_zero_warn(f"{given} {bias} Use top_p=1.0 and top_k=None for unbiased gradients.")
+            raise ValueError(f"{name}: {given} {bias} Leave them out, or use an algorithm with a baseline.")
+        rank_zero_warn(f"{given} {bias} Leave them out for unbiased gradients.")
 
     def _check_tree(self) -> None:
         nodes = self.shape.num_nodes(self.num_agents)

@@ -112,7 +112,8 @@ def group_advantages(
         raise ValueError(f"normalization={normalization!r} is unknown. Use 'group', 'batch' or False.")
     if rms is None:
         raise ValueError("normalization='batch' has no scale. Pass rms=batch_rms(moments).")
-    return centered / (rms + eps)
+    # Without any spread there is no scale: raw returns must not be divided by almost nothing.
+    return centered / torch.where(rms == 0, 1.0, rms + eps)
 
 
 def subtract_kl(advantages: Tensor, kappa: Tensor, coefficient: float, baseline: Baseline) -> Tensor:
