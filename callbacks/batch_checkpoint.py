@@ -78,7 +78,7 @@ class BatchCheckpoint(Checkpoint):
         outdated = [] if self._keep is None else self._saved[: -self._keep]
         self._saved = self._saved[len(outdated) :]
         part = path.with_name(f".{path.name}.part")
-        trainer.save_checkpoint(part)
+        trainer.save_checkpoint(part, weights_only=False)
         if trainer.is_global_zero:
             _remove(path)
             os.replace(part, path)
