@@ -132,9 +132,9 @@ def test_rollout_progress_is_a_task_under_the_rich_bar(tmp_path: Path) -> None:
     quiet_trainer(tmp_path, bar, progress, EvalInterval(0), enable_progress_bar=True).fit(module, data(1, 0))
     # The task is gone when the batch ends.
     assert module.descriptions == [
-        "turn 2/2: 8 rows still sample 0/8",
-        "turn 2/2: 3 rows still sample 5/8",
-        "turn 2/2: 0 rows still sample 8/8",
+        "turn 2/2: 8 rows running 0/8",
+        "turn 2/2: 3 rows running 5/8",
+        "turn 2/2: 0 rows running 8/8",
     ]
 
 
