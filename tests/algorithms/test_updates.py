@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -12,11 +13,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from comlrl_lightning.agents.settings import Separate, SharedBase
 from comlrl_lightning.algorithms import ALGORITHMS, MAGRPO, MAREINFORCE, MARLOO, CooperativeModule
 from tests.algorithms.support import (
     ITEMS,
     Collected,
     Kind,
+    MemoryLogger,
     RecordingSGD,
     echo,
     fit,
@@ -26,8 +29,13 @@ from tests.algorithms.support import (
     uneven_reward,
     weights,
 )
+from tests.tiny_lm import save_tiny
 
 Step = list[list[Tensor | None]]
+
+
+def flat_reward(*completions: list[str]) -> list[float]:
+    return [0.0] * len(completions[0])
 
 
 class Trace(Callback):
@@ -243,7 +251,19 @@ class TestSteps:
 
     @pytest.mark.parametrize(("kind", "expected"), [("shared", 1e-4), ("separate", 1e-4), ("full", 5e-6)])
     def test_default_learning_rates(self, kind: Kind, expected: float) -> None:
-        assert make_module(MAGRPO, tiny_agents(kind)).learning_rates == [expected, expected]
+        module = make_module(MAGRPO, tiny_agents(kind))
+        module.configure_model()
+        assert module.learning_rates == [expected, expected]
+
+    def test_adapter_folders_get_the_rate_of_adapters(self, tmp_path: Path) -> None:
+        model = save_tiny(tmp_path / "model")
+        module = make_module(MAGRPO, SharedBase(model, num_agents=1), reward_func=flat_reward)
+        module.configure_model()
+        module.save_agents(tmp_path)
+        agents = Separate([str(tmp_path / "agent_0"), model])
+        mixed = make_module(MAGRPO, agents)
+        mixed.configure_model()
+        assert mixed.learning_rates == [1e-4, 5e-6]
 
     def test_the_schedule_steps_once_per_optimizer_step(self) -> None:
         # Two nodes fill the buffer; three passes make three steps: 1 -> 1/8 -> 1/64.
@@ -317,3 +337,28 @@ def test_a_rewarded_stop_warns_once() -> None:
         fit(module, ITEMS, 1)
     assert sum("stopped a node" in str(warning.message) for warning in caught) == 1
     assert module.env_step == 4 * 2
+
+
+class TestLogging:
+    def rows(self, logging_steps: int) -> list[tuple[int | None, dict[str, float]]]:
+        """What is logged over six items of K=2, whose rewards are 0 and twice the item's number."""
+
+        def reward(first: list[str], second: list[str], batch_items: list[dict[str, Any]]) -> list[float]:
+            return [0.0, 2.0 * batch_items[0]["number"]]
+
+        logger = MemoryLogger()
+        items = [{"prompt": "hi", "number": number} for number in range(6)]
+        fit(make_module(MAGRPO, reward_func=reward, logging_steps=logging_steps), items, 1, logger=logger)
+        return logger.rows
+
+    def test_every_step_has_its_row_at_its_env_step(self) -> None:
+        rows = self.rows(1)
+        assert [step for step, _ in rows] == [2, 4, 6, 8, 10, 12]
+        assert [metrics["turn_1/reward_mean"] for _, metrics in rows] == [0, 1, 2, 3, 4, 5]
+        assert [metrics["env_step"] for _, metrics in rows] == [2, 4, 6, 8, 10, 12]
+
+    def test_a_row_is_the_mean_of_all_since_the_last(self) -> None:
+        # At least five env_steps apart: items 0 to 2, then 3 to 5.
+        rows = self.rows(5)
+        assert [(step, metrics["turn_1/reward_mean"]) for step, metrics in rows] == [(6, 1), (12, 4)]
+        assert rows[1][1]["agent_1/zero_advantage_share"] == 0.0
