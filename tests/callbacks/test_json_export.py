@@ -49,6 +49,13 @@ def test_new_run_starts_a_new_history(tmp_path: Path) -> None:
         assert history(tmp_path / "metrics.jsonl") == [(0, 1.1), (6, 7.1)]
 
 
+def test_new_run_without_evaluations_has_no_history(tmp_path: Path) -> None:
+    for interval in (2, 0):
+        export = JSONExport(tmp_path / "metrics.json")
+        quiet_trainer(tmp_path, EvalInterval(interval), export).fit(FakeModule(), data(train=1))
+    assert history(tmp_path / "metrics.jsonl") == []
+
+
 @pytest.mark.parametrize("num_batches", [1, 2, 3, 4])
 def test_resumed_run_continues_the_history(tmp_path: Path, num_batches: int) -> None:
     def run(ckpt_path: Path | None = None) -> list[tuple[int, float]]:
