@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from lightning import Trainer
 
+from comlrl_lightning import MAGRPO, TaskDataModule
 from comlrl_lightning.cli import cause_of, main
 from tests.tiny_lm import save_tiny, tiny_llama, tiny_tokenizer
 
@@ -124,6 +129,48 @@ def test_resume_takes_the_flags_and_refuses_another_run(config: str, tmp_path: P
         main([*resume, "--model.num_generations", "3"])
 
 
+def test_a_script_loads_what_the_command_line_saved(config: str, tmp_path: Path) -> None:
+    main(["fit", "--config", config])
+    module = MAGRPO.load_from_checkpoint(tmp_path / "saved" / "batch-000008.ckpt")
+    saved = weights(tmp_path / "agents")
+    trained = [value for agent in range(2) for value in module.team.agent_parameters(agent).values()]
+    # The folders and the module list the adapters' factors in the same order.
+    assert sorted(float(value.sum()) for value in trained) == pytest.approx(
+        sorted(float(value.sum()) for value in saved.values())
+    )
+    with pytest.raises(ValueError, match=r"lr_scheduler was <.* object> .* Pass lr_scheduler="):
+        Trainer(max_epochs=1, logger=False, accelerator="cpu").fit(module, TaskDataModule([{"prompt": "p"}]))
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "SGD"])
+def test_another_optimizer_brings_its_own_defaults(config: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.optim.Optimizer] = []
+    configure = MAGRPO.configure_optimizers
+
+    def remembered(module: MAGRPO) -> Any:
+        result = configure(module)
+        seen.append(result["optimizer"])  # type: ignore[index, call-overload, arg-type]
+        return result
+
+    monkeypatch.setattr(MAGRPO, "configure_optimizers", remembered)
+    main(["fit", "--config", config, "--model.optimizer", name])
+    assert type(seen[0]).__name__ == name
+    assert [group["initial_lr"] for group in seen[0].param_groups] == [1e-4, 1e-4]
+    assert seen[0].defaults["weight_decay"] == 0
+
+
+def test_a_learning_rate_in_the_optimizer_is_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["fit", "--config", config, "--model.optimizer", "SGD", "--model.optimizer.lr", "0.5"]
+    assert "use agent_learning_rate" in error_of(capsys, *arguments)
+
+
+@pytest.mark.slow
+def test_help_answers_in_ten_seconds() -> None:
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "comlrl_lightning", "--help"], check=True, capture_output=True)
+    assert time.perf_counter() - started < 10
+
+
 def test_saved_configuration_runs_again(config: str, tmp_path: Path) -> None:
     main(["fit", "--config", config, "--trainer.limit_train_batches", "1"])
     first = weights(tmp_path / "agents")
@@ -182,7 +229,6 @@ def test_printed_configuration_names_functions_by_import_path(config: str, capsy
         ("model", "MAGRP", "model: MAGRP is neither a known name nor an import path. Did you mean MAGRPO?"),
         ("trainer.gradient_clip_val", "1", "Leave it out and use max_grad_norm, which clips each agent by itself."),
         ("trainer.accumulate_grad_batches", "2", "use rollout_buffer_size and train_batch_size"),
-        ("model.optimizer.lr", "0.5", "Leave the learning rate out of it and use agent_learning_rate."),
         ("model.num_generations", "1", r"MAGRPO(num_generations=1) compares a completion with itself"),
     ],
 )

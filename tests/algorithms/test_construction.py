@@ -118,14 +118,29 @@ class TestTree:
 
 
 class TestCutSampling:
-    @pytest.mark.parametrize("sampling", [Sampling(top_p=0.9), Sampling(top_k=50)])
+    @pytest.mark.parametrize("sampling", [Sampling(top_p=0.9), Sampling(top_k=50), Sampling(min_new_tokens=1)])
     def test_it_is_biased(self, sampling: Sampling) -> None:
         with pytest.warns(UserWarning, match="constant positive advantage then pushes the kept tokens up"):
             construct(sampling=sampling)
 
     def test_and_refused_without_a_baseline(self) -> None:
-        with pytest.raises(ValueError, match=r"MAREINFORCE: sampling with top_p=0.9.* or an algorithm with a baseline"):
+        with pytest.raises(
+            ValueError, match=r"MAREINFORCE: sampling with top_p=0.9.* or use an algorithm with"
+        ):
             construct(MAREINFORCE, sampling=Sampling(top_p=0.9))
+
+    def test_what_a_cut_distribution_does(self) -> None:
+        # pi = (.5, .3, .2), the nucleus of .7 keeps (.5, .3), hence draws with (.625, .375, 0). A constant advantage
+        # of 1 pushes the logits by E[one-hot - pi] = (.125, .075, -.2), though all choices earn the same, and the entropy
+        # falls.
+        pi = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+        drawn = torch.tensor([0.625, 0.375, 0.0], dtype=torch.float64)
+        logits = pi.log().requires_grad_()
+        torch.autograd.backward((drawn * logits.log_softmax(0)).sum())
+        assert logits.grad is not None
+        torch.testing.assert_close(logits.grad, torch.tensor([0.125, 0.075, -0.2], dtype=torch.float64))
+        pushed = (logits.detach() + 0.1 * logits.grad).softmax(0)
+        assert -(pushed * pushed.log()).sum() < -(pi * pi.log()).sum()
 
     def test_evaluation_may_cut(self) -> None:
         with warnings.catch_warnings():
@@ -138,7 +153,6 @@ class TestAccepted:
     def test_the_issue_at_hand_is_enough(self, algorithm: type[CooperativeModule]) -> None:
         module = algorithm(agents=UNLOADED, reward_func=uneven_reward)
         assert module.num_agents == 2
-        assert module.learning_rates == [1e-4, 1e-4]
         assert module.shape.num_generations == 4
 
     def test_nothing_is_loaded_at_construction(self) -> None:

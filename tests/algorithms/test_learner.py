@@ -221,6 +221,16 @@ class TestStaleness:
         assert team.asked == [["a", "b"]]
         assert [row.old_log_probs.tolist() for row in entry.rows if row.old_log_probs is not None] == [[-1.0]] * 2
 
+    @pytest.mark.parametrize("drift", [-110.0, -60.0, 60.0, 110.0])
+    def test_a_policy_that_ran_away_is_still_measured(self, drift: float) -> None:
+        team = PaperTeam(1, minus_one)
+        learner = make_learner(team, "group_mean", clip_epsilon=0.2)
+        (entry,) = learner.prepare(self.buffer, 1, stale=True)
+        team.policy = lambda text: torch.tensor(drift - 1.0).double()
+        learner.loss(entry.rows, stats := UpdateStats(1))
+        stats.record(learner.table, 1)
+        assert learner.table.pop()["agent_0/effective_sample_size"] == pytest.approx(1.0)
+
     def test_the_clip_stops_a_ratio_that_moved(self) -> None:
         # A = (-.5, .5), both new log-probs .3 above the old: ratio 1.349859, clipped at 1.2 where A > 0.
         # Loss of the node: -(-.5 * 1.349859 + .5 * 1.2) / 2 = .037465.
@@ -235,7 +245,8 @@ class TestStaleness:
         logged = learner.table.pop()
         assert logged["agent_0/clip_share"] == 0.5
         assert logged["agent_0/loss"] == pytest.approx(0.0374647, abs=1e-6)
-        assert logged["agent_0/sampler_gap"] == pytest.approx(0.3)
+        # The sampler agreed with the policy before the update, whatever has become of that since.
+        assert logged["agent_0/sampler_gap"] == pytest.approx(0.0)
         assert logged["agent_0/effective_sample_size"] == pytest.approx(1.0)
 
 

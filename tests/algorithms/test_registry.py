@@ -218,6 +218,13 @@ class TestCheckpoint:
         trainer = self.resume(make_module(MAGRPO, agent_learning_rate=[0.02, 0.01]), path)
         assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [0.02, 0.01]
 
+    def test_a_new_fit_of_a_loaded_module_is_no_resume(self, path: Path) -> None:
+        module = MAGRPO.load_from_checkpoint(
+            path, agents=tiny_agents(), num_generations=3, agent_learning_rate=0.02, rollout_buffer_size=2
+        )
+        trainer = fit(module, ITEMS[:1], 1)
+        assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [0.02, 0.02]
+
     def test_a_loaded_model_must_be_passed_again(self, path: Path) -> None:
         with pytest.raises(ValueError, match=r"agents .*Pass agents= "):
             MAGRPO.load_from_checkpoint(path)
