@@ -131,8 +131,8 @@ class TestCutSampling:
 
     def test_what_a_cut_distribution_does(self) -> None:
         # pi = (.5, .3, .2), the nucleus of .7 keeps (.5, .3), hence draws with (.625, .375, 0). A constant advantage
-        # of 1 pushes the logits by E[one-hot - pi] = (.125, .075, -.2), though all choices earn the same, and the entropy
-        # falls.
+        # of 1 pushes the logits by E[one-hot - pi] = (.125, .075, -.2), though all choices earn the same, and the
+        # entropy falls.
         pi = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
         drawn = torch.tensor([0.625, 0.375, 0.0], dtype=torch.float64)
         logits = pi.log().requires_grad_()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from comlrl_lightning import wandb_logger
 from comlrl_lightning.algorithms import MAGRPO
