@@ -17,7 +17,7 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import Embedding, LoraLayer, MultiheadAttention, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -63,8 +63,6 @@ class Grouping:
         return torch.cat([_add_stacked(*part) for part in zip(*cuts, strict=True)])
 
     def _factors(self, index: int, layer: LoraLayer) -> tuple[Tensor, Tensor]:
-        if torch.is_grad_enabled():
-            return _stack(layer, self.names)
         if index not in self._stacks:
             self._stacks[index] = _stack(layer, self.names)
         return self._stacks[index]
@@ -126,7 +124,16 @@ class Adapters:
         if self.groupable:
             for index, layer in enumerate(self._switches):
                 layer.register_forward_hook(partial(self._add, index))
+        self._bridge_dtypes()
         self.freeze_all_but_trained()
+
+    def _bridge_dtypes(self) -> None:
+        """Let fully trained copies of layers compute in their own dtype inside a model of another one."""
+        for wrapper in self._switches:
+            if isinstance(wrapper, ModulesToSaveWrapper):
+                wrapper.register_forward_hook(_back_to_original_dtype)
+                for copy in wrapper.modules_to_save.values():
+                    copy.register_forward_pre_hook(_to_own_dtype)
 
     def _add(self, index: int, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         grouping = self._grouping
@@ -195,6 +202,17 @@ class Adapters:
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Contexts for `torch.utils.checkpoint`: the recomputation sees the adapters that the forward pass saw."""
         return nullcontext(), _Again(self._again)
+
+
+def _to_own_dtype(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    dtype = next(module.parameters()).dtype
+    return tuple(arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args)
+
+
+def _back_to_original_dtype(wrapper: ModulesToSaveWrapper, args: tuple[Any, ...], output: Any) -> Any:
+    if isinstance(output, Tensor) and not torch.is_autocast_enabled(output.device.type):
+        return output.to(next(wrapper.original_module.parameters()).dtype)
+    return output
 
 
 class _Again(AbstractContextManager[None]):

@@ -222,15 +222,9 @@ class LanguageModel(nn.Module):
         """Compare body and head with the model's logits: soft-capping and scaling families do more than a product."""
         ids = torch.arange(6, device=self.device).view(2, 3) % self.vocabulary_size
         positions = torch.arange(3, device=self.device).expand(2, 3)
-        modes = [(module, module.training) for module in self.causal.modules()]
-        self.causal.eval()
-        try:
-            with nullcontext() if self.adapters is None else self._base(), self._watching_rows(len(ids)):
-                own = self.head(self.hidden_states(ids, positions))
-                return torch.equal(own, self._kept_logits(ids, positions, 3))
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with nullcontext() if self.adapters is None else self._base(), self._watching_rows(len(ids)):
+            own = self.head(self.hidden_states(ids, positions))
+            return torch.equal(own, self._kept_logits(ids, positions, 3))
 
     def _watching_rows(self, rows: int) -> AbstractContextManager[None]:
         return nullcontext() if self.adapters is None else self.adapters.watching(rows)

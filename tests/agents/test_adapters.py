@@ -100,6 +100,7 @@ def test_switches_come_back_after_an_exception() -> None:
         inner = logits(causal)
         with pytest.raises(KeyError), adapters.grouped(["agent_0"], [4]):
             raise KeyError
+        assert torch.equal(logits(causal), inner)
         with pytest.raises(KeyError), adapters.acting(None):
             raise KeyError
         assert torch.equal(logits(causal), inner)

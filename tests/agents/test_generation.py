@@ -109,6 +109,12 @@ def test_finished_rows_leave_the_batch() -> None:
     for step, (rows, _) in enumerate(calls[1:], start=1):
         running = [sum(length > step for length in group) for group in lengths.values()]
         assert rows == max(running) * sum(count > 0 for count in running)
+    # One row each: when one agent is done, only the other one's row is left.
+    with counting(model_of(team).causal.base_model) as calls:
+        pair = flat(team.generate(requests(["go"], samples=1), Sampling(max_new_tokens=120)))
+    shorter, longer = sorted(len(answer.token_ids) for answer in pair)
+    assert [rows for rows, _ in calls] == [2] * shorter + [1] * (longer - shorter)
+    assert shorter < longer
     # What is left of the batch has not mixed its rows up.
     for answer in answers[::7]:
         assert isinstance(answer.prompt, str)
@@ -150,6 +156,31 @@ def test_no_end_before_the_least_number_of_tokens() -> None:
         lengths = [len(answer.token_ids) for answer in flat(team.generate(requests(PROMPTS, samples=8), sampling))]
         assert min(lengths) >= 25
         assert min(lengths) < 60
+
+
+def indifferent_team() -> AgentTeam:
+    """A team whose every token is equally likely; greedy choice takes the first one, which ends a completion."""
+    model = tiny_llama()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    model.generation_config.eos_token_id = [0]
+    return shared_team(model)
+
+
+def test_the_end_may_come_right_after_the_least_number() -> None:
+    for backend in ("native", "transformers"):
+        sampling = Sampling(max_new_tokens=9, min_new_tokens=3, temperature=0, backend=backend)
+        (answer,) = flat(indifferent_team().generate(requests(["hi"], [0], 1), sampling))
+        assert answer.token_ids == (1, 1, 1, 0)
+        assert not answer.truncated
+
+
+def test_every_token_has_its_chance() -> None:
+    # transformers would keep 50 of them if it were not told otherwise. 259 equal tokens, 600 draws: about 233 come.
+    request = GenerationRequest(0, "hi", tuple((sample,) for sample in range(600)))
+    for backend in ("native", "transformers"):
+        ((*answers,),) = indifferent_team().generate([request], Sampling(max_new_tokens=1, backend=backend))
+        assert len({answer.token_ids for answer in answers}) > 200
 
 
 def spoken(answers: Sequence[Completion]) -> list[str]:

@@ -155,7 +155,8 @@ def test_a_cast_to_half_precision_passes_over_adapters() -> None:
 
 
 def test_half_precision_bases_generate_and_score() -> None:
-    for lora in (LoraSettings(), LoraSettings(use_dora=True)):
+    saved = LoraSettings(target_modules=["v_proj"], modules_to_save=["norm", "lm_head", "embed_tokens"])
+    for lora in (LoraSettings(), LoraSettings(use_dora=True), saved):
         team = shared_team(tiny_llama().to(torch.bfloat16), lora=lora)
         answers = [answer for group in team.generate(requests(["hi", "you"]), GREEDY) for answer in group]
         result = team.log_probs(answers, temperature=1.0)

@@ -17,6 +17,7 @@ from comlrl_lightning.rollouts.types import Completion
 from tests.agents.helpers import (
     ARCHITECTURES,
     completion,
+    counting,
     model_of,
     row_log_probs,
     shared_team,
@@ -131,6 +132,14 @@ def test_a_chunked_head_gives_the_same_scores(monkeypatch: pytest.MonkeyPatch) -
     whole = team_gradients(team, rows, 1.0)
     monkeypatch.setattr(scoring, "MAX_LOGITS", 1)
     assert_equal_gradients(team_gradients(team, rows, 1.0), whole)
+
+
+def test_one_forward_pass_over_what_is_needed() -> None:
+    # Rows of 3 + 4 and 2 + 2 tokens; the last token predicts nothing that is scored.
+    team = shared_team()
+    with counting(model_of(team).causal.base_model) as calls:
+        team.log_probs([completion(0, [1, 2, 3], [4, 5, 6, 7]), completion(1, [1, 2], [3, 4])], temperature=1.0)
+    assert calls == [(2, 6)]
 
 
 def test_only_agents_in_the_batch_are_updated() -> None:
