@@ -49,9 +49,8 @@ def evaluate(
 
 def _trainer(module: CooperativeModule) -> Trainer:
     """The trainer of the last fit, or a plain one that writes nothing."""
-    attached: Trainer | None = module._trainer
-    if attached is not None:
-        return attached
+    if module.fit_trainer is not None:
+        return module.fit_trainer
     return Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 
 

@@ -110,5 +110,6 @@ class MetricTable(nn.Module):
             if has_value:
                 mean.update(0.0, 0.0)  # a rank without a value takes part in the reduction, without a warning
                 result[self.prefix + key] = float(mean.compute())
-            mean.reset()
+            with torch.inference_mode(False):  # an evaluation must not leave states that training cannot write
+                mean.reset()
         return result

@@ -86,7 +86,9 @@ class Evaluations(EvalInterval):
 
 
 @pytest.fixture
-def split() -> Any:
+def split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The ten tasks in two splits; whatever a trainer writes goes to a temporary folder."""
+    monkeypatch.chdir(tmp_path)
     SEEN.clear()
     tasks = Dataset.from_dict(
         {"prompt": list(OPEN_PROMPTS), "target_min": [2.0] * len(OPEN_PROMPTS), "target_max": [3.0] * len(OPEN_PROMPTS)}
@@ -111,8 +113,7 @@ def test_functions_without_a_model(split: Any) -> None:
     assert reward_func([""], ["Hello"], batch_items=[item]) == [0.0]
 
 
-def test_a_plain_trainer_does_what_it_looks_like(split: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_plain_trainer_does_what_it_looks_like(split: Any) -> None:
     data = TaskDataModule(train_dataset=split["train"], eval_dataset=split["test"])
     module, interval = make_module(), Evaluations(4)
     logger = CSVLogger("logs")
@@ -153,3 +154,15 @@ def test_evaluate_before_any_fit(split: Any) -> None:
     assert "eval/turn_1/response_chars" in metrics
     assert data.eval_num_samples is None
     assert {item["prompt"] for item in SEEN} == {split["test"][0]["prompt"]}
+
+
+def test_a_fit_after_an_evaluation(split: Any) -> None:
+    # Lightning evaluates in inference mode: nothing that it leaves behind may stop a later fit.
+    data, module = TaskDataModule(split["train"], split["test"]), make_module()
+    evaluate(module, data)
+    metrics = EvalMetrics(eval_logger, eval_aggregator)
+    Trainer(max_epochs=1, callbacks=[EvalInterval(4), metrics], logger=False, accelerator="cpu").fit(module, data)
+    assert module.update_step > 0
+    # Another trainer's predictions in between do not take the metrics of the fit away.
+    Trainer(logger=False, accelerator="cpu").predict(module, data)
+    assert "eval/turn_1/response_chars" in evaluate(module, data)

@@ -50,7 +50,7 @@ def restore_global_rng_states(states: RngStates) -> None:
 
 def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
     """Reduce a checkpoint to the weights that are trained, and add the state of the run. Call it on every rank."""
-    checkpoint["state_dict"] = {name: checkpoint["state_dict"][name] for name in _trained_names(module)}
+    checkpoint["state_dict"] = {name: checkpoint["state_dict"][name] for name in trained_names(module)}
     this_rank = {
         "rng": global_rng_states(),
         "buffer": [entry.to_state() for entry in module.buffer],
@@ -79,7 +79,7 @@ def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any]) -> dict[s
     if KEY not in checkpoint:
         raise ValueError("The checkpoint was not saved by comlrl_lightning. Load its weights with agents= instead.")
     state: dict[str, Any] = checkpoint[KEY]
-    missing = sorted(set(_trained_names(module)) - set(checkpoint["state_dict"]))
+    missing = sorted(set(trained_names(module)) - set(checkpoint["state_dict"]))
     if missing:
         raise ValueError(
             f"The checkpoint lacks {len(missing)} of the weights that this module trains, the first is {missing[0]!r}."
@@ -151,5 +151,6 @@ def _fixed_settings(module: CooperativeModule) -> dict[str, Any]:
     return settings
 
 
-def _trained_names(module: CooperativeModule) -> list[str]:
+def trained_names(module: CooperativeModule) -> list[str]:
+    """Names of the weights that are trained, which are those that a checkpoint holds."""
     return [name for name, parameter in module.named_parameters() if parameter.requires_grad]

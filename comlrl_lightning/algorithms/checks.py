@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +105,9 @@ def check_optimizer(optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory 
     if not isinstance(trial, Optimizer):
         raise ValueError(f"optimizer={optimizer!r} returns {type(trial).__name__}. Return a torch.optim.Optimizer.")
     parameter = inspect.signature(type(trial)).parameters.get("lr")
-    if parameter is not None and parameter.default not in (parameter.empty, trial.defaults.get("lr")):
+    is_set = parameter is not None and parameter.default not in (parameter.empty, trial.defaults.get("lr"))
+    # The command line spells out every default; only a partial of a class shows that somebody wrote the default down.
+    if is_set or (isinstance(optimizer, partial) and isinstance(optimizer.func, type) and "lr" in optimizer.keywords):
         raise ValueError(
             f"optimizer sets lr={trial.defaults['lr']!r}. Leave the learning rate out of it and use"
             " agent_learning_rate."

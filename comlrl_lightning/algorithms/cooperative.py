@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.algorithms.checkpoint import load_run, restore_run, save_run
+from comlrl_lightning.algorithms.checkpoint import load_run, restore_run, save_run, trained_names
 from comlrl_lightning.algorithms.checks import (
     OptimizerFactory,
     SchedulerFactory,
@@ -90,10 +90,10 @@ class CooperativeModule(BufferedUpdates):
         max_grad_norm: Largest gradient norm, per agent. None: no clipping.
         micro_batch_tokens: Padded tokens per forward and backward pass; changes memory and speed, never the result.
         logging_steps: At least so many env_steps lie between two training logs; the end of a fit logs what is left.
-        on_nonfinite: ``"raise"`` stops at a loss or gradient that is not finite, ``"skip"`` leaves that update out and
-            counts it in ``nonfinite_updates``.
-        seed: Seeds every sampled completion together with its epoch, item, path, agent and sample. A second fit from
-            epoch 0 draws the same numbers again.
+        on_nonfinite: ``"raise"`` stops at a loss or gradient that is not finite, ``"skip"`` leaves that update out;
+            their share is logged as ``nonfinite_updates``.
+        seed: Seeds the adapters' first weights, and every sampled completion together with its epoch, item, path, agent
+            and sample. A second fit from epoch 0 draws the same numbers again.
     """
 
     fixed_settings: tuple[str, ...] = (
@@ -207,6 +207,7 @@ class CooperativeModule(BufferedUpdates):
         self.buffer: list[CreditedNode] = []
         self._evaluated: list[Rollouts] = []
         self.last_log = (0, 0)
+        self.fit_trainer: Trainer | None = None
         self._warned_of_stops = False
         self._resumed: dict[str, Any] | None = None
 
@@ -224,7 +225,9 @@ class CooperativeModule(BufferedUpdates):
     def configure_model(self) -> None:
         if self._modules.get("team") is not None:
             return
-        self.team = AgentTeam.build(self.agents)
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            self.team = AgentTeam.build(self.agents)
         if self.policy.reference_kl_coef > 0:
             self.team.add_reference()
         self.learner = self.build_learner(self.team)
@@ -258,6 +261,7 @@ class CooperativeModule(BufferedUpdates):
                 f"train_batch_size={self.updates.train_batch_size} is not shared evenly by {world_size()} processes."
                 " Use a multiple."
             )
+        self.fit_trainer = self.trainer
         self.team.train()
 
     @override
@@ -374,6 +378,16 @@ class CooperativeModule(BufferedUpdates):
         """Write ``agent_0/``, ``agent_1/`` ...: standard PEFT or model folders with their tokenizers."""
         if rank() == 0:
             self.team.save(folder)
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights as any module does; frozen weights and metrics, which checkpoints leave out, are not missed."""
+        keys = super().load_state_dict(state_dict, strict=False, assign=assign)
+        trained = set(trained_names(self))
+        keys.missing_keys[:] = [name for name in keys.missing_keys if name in trained]
+        if strict and (keys.missing_keys or keys.unexpected_keys):
+            raise RuntimeError(f"Weights do not fit: missing {keys.missing_keys}, unexpected {keys.unexpected_keys}.")
+        return keys
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from comlrl_lightning.agents.settings import Sampling, SharedBase
 from comlrl_lightning.algorithms import ALGORITHMS, MAGRPO, MAREINFORCE, MARLOO, CooperativeModule, MAReMax
-from tests.algorithms.support import fit, make_module, uneven_reward
+from tests.algorithms.support import fit, make_module, uneven_reward, weights
 
 UNLOADED = SharedBase("not/loaded", num_agents=2)
 
@@ -124,9 +124,7 @@ class TestCutSampling:
             construct(sampling=sampling)
 
     def test_and_refused_without_a_baseline(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"MAREINFORCE: sampling with top_p=0.9.* or use an algorithm with"
-        ):
+        with pytest.raises(ValueError, match=r"MAREINFORCE: sampling with top_p=0.9.* or use an algorithm with"):
             construct(MAREINFORCE, sampling=Sampling(top_p=0.9))
 
     def test_what_a_cut_distribution_does(self) -> None:
@@ -154,6 +152,18 @@ class TestAccepted:
         module = algorithm(agents=UNLOADED, reward_func=uneven_reward)
         assert module.num_agents == 2
         assert module.shape.num_generations == 4
+
+    def test_the_seed_alone_repeats_the_first_weights(self) -> None:
+        state = torch.get_rng_state()
+        first, again, other = (make_module(MAGRPO, seed=seed) for seed in (1, 1, 2))
+        for module in (first, again, other):
+            torch.manual_seed(module.seed + 7)
+            module.configure_model()
+        torch.set_rng_state(state)
+        pairs = zip(weights(first, 0).values(), weights(again, 0).values(), weights(other, 0).values(), strict=True)
+        same = [(torch.equal(one, two), torch.equal(one, three)) for one, two, three in pairs]
+        assert all(equal for equal, _ in same)
+        assert not all(equal for _, equal in same)
 
     def test_nothing_is_loaded_at_construction(self) -> None:
         assert list(construct().parameters()) == []

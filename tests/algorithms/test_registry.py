@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,9 @@ def test_a_script_loads_it_again(algorithm: type[CooperativeModule], tmp_path: P
     module = make_module(algorithm, agents, num_turns=2, agent_learning_rate=0.01)
     trainer = fit(module, ITEMS[:2], 1)
     trainer.save_checkpoint(tmp_path / "run.ckpt")
-    loaded = algorithm.load_from_checkpoint(tmp_path / "run.ckpt")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found keys")
+        loaded = algorithm.load_from_checkpoint(tmp_path / "run.ckpt")
     assert loaded.agents == agents
     assert loaded.hparams == module.hparams
     for agent in (0, 1):
