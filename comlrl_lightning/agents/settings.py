@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -225,43 +224,3 @@ class Separate(TeamSettings):
     def num_agents(self) -> int:
         """Number of agents."""
         return len(self.models)
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(inner) for name, inner in vars(value).items()}
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, Path) else value
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def to_plain(settings: SharedBase | Separate) -> dict[str, Any]:
-    """Plain values in the form of a configuration file: `class_path` and `init_args`, loaded objects left out."""
-    arguments = {name: value for name, value in _plain(settings).items() if _is_plain(value)}
-    return {"class_path": f"comlrl_lightning.{type(settings).__name__}", "init_args": arguments}
-
-
-def from_plain(plain: Mapping[str, Any]) -> SharedBase | Separate:
-    """Inverse of `to_plain`.
-
-    Raises:
-        ValueError: A loaded model was left out, so that the settings must be given again.
-    """
-    cls = SharedBase if plain["class_path"].endswith(".SharedBase") else Separate
-    arguments = dict(plain["init_args"])
-    missing = "model" if cls is SharedBase else "models"
-    if missing not in arguments:
-        raise ValueError(f"{cls.__name__}({missing}=...) was a loaded model, which is not stored. Pass agents= again.")
-    if isinstance(arguments.get("lora"), Mapping):
-        arguments["lora"] = LoraSettings(**arguments["lora"])
-    return cls(**arguments)

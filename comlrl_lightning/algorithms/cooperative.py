@@ -39,7 +39,7 @@ from comlrl_lightning.algorithms.recording import (
     record_nodes,
     stops_with_reward,
 )
-from comlrl_lightning.algorithms.settings import PolicySettings, UpdateSettings
+from comlrl_lightning.algorithms.settings import PolicySettings, UpdateSettings, gathered
 from comlrl_lightning.algorithms.updating import BufferedUpdates
 from comlrl_lightning.data import TaskBatch
 from comlrl_lightning.distributed import gather_objects, rank, sum_over_ranks, world_size
@@ -154,23 +154,8 @@ class CooperativeModule(BufferedUpdates):
         check_kind(SharedBase, Separate, agents=self.agents)
         check_kind(Sampling, sampling=self.sampling, eval_sampling=self.eval_sampling)
         self.shape = RolloutShape(num_generations, num_turns, "aligned", early_termination_threshold)
-        self.policy = PolicySettings(
-            self.sampling.temperature,
-            reference_kl_coef,
-            clip_epsilon,
-            clip_epsilon_high,
-            importance_level,
-            entropy_coef,
-        )
-        self.updates = UpdateSettings(
-            rollout_buffer_size,
-            train_batch_size,
-            num_inner_epochs,
-            max_grad_norm,
-            micro_batch_tokens,
-            logging_steps,
-            on_nonfinite,
-        )
+        self.policy = gathered(PolicySettings, {**given, "temperature": self.sampling.temperature})
+        self.updates = gathered(UpdateSettings, given)
         check_share(discount=discount)
         check_finite(early_termination_threshold=early_termination_threshold)
         check_whole(1, max_nodes=max_nodes)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -17,6 +18,8 @@ def to_plain(value: Any) -> Any:
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, Mapping):
         return {str(key): to_plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -41,6 +44,8 @@ def from_plain(argument: str, value: Any) -> Any:
     Raises:
         ValueError: If the checkpoint could only hold a remark about the object.
     """
+    if isinstance(value, list):
+        return [from_plain(argument, entry) for entry in value]
     if isinstance(value, Mapping) and "class_path" in value:
         arguments = {key: from_plain(argument, entry) for key, entry in value.get("init_args", {}).items()}
         if value["class_path"] == "functools.partial":

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
 
 from comlrl_lightning.algorithms.checks import check_at_least, check_choice, check_positive, check_whole
 from comlrl_lightning.functional import ImportanceLevel
 
 OnNonfinite = Literal["raise", "skip"]
 """What happens to an update whose loss or gradient is not finite."""
+
+
+S = TypeVar("S", "PolicySettings", "UpdateSettings")
+
+
+def gathered(kind: type[S], given: Mapping[str, Any]) -> S:
+    """One group of settings out of all the arguments of an algorithm."""
+    return kind(**{field.name: given[field.name] for field in fields(kind)})
 
 
 @dataclass(frozen=True, slots=True)

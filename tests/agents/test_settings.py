@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from comlrl_lightning.agents.settings import LoraSettings, Sampling, Separate, SharedBase, from_plain, to_plain
-from tests.tiny_lm import tiny_llama, tiny_tokenizer
+from comlrl_lightning.agents.settings import LoraSettings, Sampling, Separate, SharedBase
 
 
 @pytest.mark.parametrize(
@@ -100,28 +99,6 @@ def test_number_of_agents_and_dtype() -> None:
     assert SharedBase("name", 3).num_agents == 3
     assert Separate(["a", "a"]).num_agents == 2
     assert SharedBase("name", 1, dtype=torch.bfloat16).dtype == "bfloat16"  # type: ignore[arg-type]
-
-
-def test_plain_values_and_back() -> None:
-    for settings in (
-        SharedBase("name", 2, lora=LoraSettings(rank=4, target_modules=["a"]), model_kwargs={"x": [1]}),
-        Separate(["a", "b"], lora=LoraSettings(), max_prompt_tokens=5),
-        Separate(["a"], reference="initial"),
-    ):
-        plain = to_plain(settings)
-        assert plain["class_path"] == f"comlrl_lightning.{type(settings).__name__}"
-        assert from_plain(plain) == settings
-    assert to_plain(SharedBase("name", 2))["init_args"]["lora"]["rank"] == 16
-
-
-def test_loaded_objects_are_left_out_of_plain_values() -> None:
-    plain = to_plain(SharedBase(tiny_llama(), 2, tokenizer=tiny_tokenizer()))
-    assert "model" not in plain["init_args"]
-    assert "tokenizer" not in plain["init_args"]
-    with pytest.raises(ValueError, match=r"SharedBase\(model=...\) was a loaded model, which is not stored"):
-        from_plain(plain)
-    with pytest.raises(ValueError, match=r"Separate\(models=...\) was a loaded model"):
-        from_plain(to_plain(Separate([tiny_llama()], tokenizers=["name"])))
 
 
 def test_descriptions_need_no_heavy_library() -> None:
