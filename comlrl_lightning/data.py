@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -234,6 +235,7 @@ class TaskDataModule(LightningDataModule):
     def val_dataloader(self) -> TaskLoader | list[TaskLoader]:
         """Batches of the first `eval_num_samples` items for this rank; an empty list without an evaluation split."""
         if not self.has_eval:
+            warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
             return []
         return self._loader(self._open("eval_dataset"), self.eval_batch_size, limit=lambda: self.eval_num_samples)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -246,6 +247,8 @@ class CooperativeModule(BufferedUpdates):
                 f"train_batch_size={self.updates.train_batch_size} is not shared evenly by {world_size()} processes."
                 " Use a multiple."
             )
+        # Lightning compares its own logging interval, which our logs do not use, with the length of an epoch.
+        warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging")
         self.fit_trainer = self.trainer
         self.team.train()
 
