@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
 from comlrl_lightning.agents.prompts import PromptEncoder
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase, TeamSettings, is_name
+from comlrl_lightning.assets import STORY_MODEL, story_model_path
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -25,24 +26,42 @@ def load_models(settings: SharedBase | Separate) -> list[LanguageModel]:
     return [_load_separate(settings, agent) for agent in range(settings.num_agents)]
 
 
+def located(model: Any) -> Any:
+    """The folder of a model or tokenizer that the package brings along; anything else stays what it is.
+
+    Raises:
+        ValueError: If it is written as a folder, and there is none.
+    """
+    if not is_name(model):
+        return model
+    name = str(model)
+    if name == STORY_MODEL:
+        return str(story_model_path())
+    looks_like_folder = isinstance(model, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_like_folder and not Path(name).exists():
+        raise ValueError(f"The model {name!r} is neither a folder nor a hub name. Correct the path.")
+    return name
+
+
 def _load_shared(settings: SharedBase) -> LanguageModel:
-    if _adapter_config(settings.model) is not None:
+    model = located(settings.model)
+    if _adapter_config(model) is not None:
         raise ValueError(
             f"SharedBase(model={str(settings.model)!r}) is an adapter folder. Pass its base model, "
             "and the folder in adapters=[...], once per agent."
         )
-    base = _load_base(settings, settings.model, settings.dtype or "auto")
+    base = _load_base(settings, model, settings.dtype or "auto")
     agents = range(settings.num_agents)
     if settings.adapters is None:
         network = _new_adapters(base, settings.lora, [adapter_name(agent) for agent in agents])
     else:
         network = _load_adapters(base, {adapter_name(a): f for a, f in zip(agents, settings.adapters, strict=True)})
-    tokenizer = _load_tokenizer(settings.model if settings.tokenizer is None else settings.tokenizer)
+    tokenizer = _load_tokenizer(model if settings.tokenizer is None else settings.tokenizer)
     return _language_model(settings, network, tokenizer, agents, loaded=settings.adapters is not None)
 
 
 def _load_separate(settings: Separate, agent: int) -> LanguageModel:
-    model, name = settings.models[agent], adapter_name(agent)
+    model, name = located(settings.models[agent]), adapter_name(agent)
     given = None if settings.tokenizers is None else settings.tokenizers[agent]
     if (config := _adapter_config(model)) is not None:
         base_name = config.base_model_name_or_path
@@ -86,7 +105,7 @@ def _load_base(settings: TeamSettings, model: Any, dtype: str) -> PreTrainedMode
 
     if is_name(model):
         arguments = {"dtype": dtype, **(settings.model_kwargs or {})}
-        return AutoModelForCausalLM.from_pretrained(str(model), **arguments)
+        return AutoModelForCausalLM.from_pretrained(located(model), **arguments)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"{type(settings).__name__} got a model of type {type(model).__name__}. "
@@ -103,7 +122,7 @@ def _load_base(settings: TeamSettings, model: Any, dtype: str) -> PreTrainedMode
 def _load_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(tokenizer)) if is_name(tokenizer) else tokenizer
+    return AutoTokenizer.from_pretrained(located(tokenizer)) if is_name(tokenizer) else tokenizer
 
 
 def _adapter_config(model: Any) -> Any:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
+from comlrl_lightning.assets import story_model_path
 from tests.agents.helpers import model_of, requests, shared_team, stir, trained, written
 from tests.agents.test_generation import GREEDY
 from tests.tiny_lm import save_tiny, tiny_gemma, tiny_gpt2, tiny_llama, tiny_tokenizer
@@ -196,6 +197,19 @@ def test_adapters_already_in_a_loaded_model_are_refused() -> None:
     AgentTeam.build(SharedBase(model, 2, tokenizer=tiny_tokenizer()))
     with pytest.raises(ValueError, match="loaded LlamaForCausalLM that carries adapters already"):
         AgentTeam.build(SharedBase(model, 2, tokenizer=tiny_tokenizer()))
+
+
+def test_the_story_model_has_a_name() -> None:
+    shared = AgentTeam.build(SharedBase("story-model", 1))
+    own = AgentTeam.build(Separate(["story-model"], tokenizers=["story-model"]))
+    assert model_of(shared).tokenizer("a").input_ids == model_of(own).tokenizer("a").input_ids
+    assert model_of(shared).causal.config.name_or_path == str(story_model_path())
+
+
+@pytest.mark.parametrize("settings", [SharedBase("./nosuch", 1), Separate([Path("nosuch")])])
+def test_a_missing_folder_is_an_error(settings: SharedBase | Separate) -> None:
+    with pytest.raises(ValueError, match=r"'(\./)?nosuch' is neither a folder nor a hub name"):
+        AgentTeam.build(settings)
 
 
 def test_other_objects_are_refused() -> None:
