@@ -6,8 +6,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
+
+from comlrl_lightning.callbacks.support import EVAL_PREFIX
 
 if TYPE_CHECKING:
     from comlrl_lightning.data import TaskBatch
@@ -53,6 +56,7 @@ class EvalInterval(Callback):
         if stage == "fit":
             trainer.num_sanity_val_steps = 0
             trainer.check_val_every_n_epoch = NEVER
+            _adapt_checks(trainer)
 
     @override
     def on_train_batch_start(
@@ -89,6 +93,16 @@ class EvalInterval(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         finished = state_dict["finished"]
         self._finished = None if finished is None else (int(finished[0]), int(finished[1]))
+
+
+def _adapt_checks(trainer: Trainer) -> None:
+    """Tell Lightning's callbacks when to look, which they otherwise guess from Lightning's schedule."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelCheckpoint) and callback.monitor is None:
+            # It would wait for an evaluation that never comes after the last batch.
+            callback._save_on_train_epoch_end = callback._save_on_train_epoch_end is not False
+        elif isinstance(callback, EarlyStopping) and callback.monitor.startswith(EVAL_PREFIX):
+            callback._check_on_train_epoch_end = False
 
 
 def _validate(trainer: Trainer) -> None:

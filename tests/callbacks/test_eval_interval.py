@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from comlrl_lightning.callbacks import EvalInterval
 from tests.callbacks.fakes import FakeModule, Trace, data, quiet_trainer
@@ -101,3 +101,28 @@ def test_second_fit_evaluates_again(tmp_path: Path) -> None:
         trace = Trace()
         quiet_trainer(tmp_path, interval, trace).fit(FakeModule(), data(train=1))
         assert trace.events == ["V", "T0"]
+
+
+def test_default_checkpoint_holds_the_end_of_training(tmp_path: Path) -> None:
+    module = FakeModule()
+    quiet_trainer(tmp_path, EvalInterval(2), enable_checkpointing=True).fit(module, data(train=3))
+    (path,) = tmp_path.rglob("*.ckpt")
+    # Items 0, 1, 2 bring 4, 2 and 4 scored joint completions.
+    assert torch.load(path, weights_only=False)["fake"]["env_step"] == module.env_step == 10
+
+
+def test_checkpoint_that_was_told_otherwise_waits_for_evaluations(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, save_on_train_epoch_end=False)
+    quiet_trainer(tmp_path, EvalInterval(9), checkpoint, enable_checkpointing=True).fit(FakeModule(), data(train=3))
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize("stops_first", [True, False])
+def test_early_stopping_looks_at_each_evaluation_wherever_it_stands(tmp_path: Path, stops_first: bool) -> None:
+    stop = EarlyStopping("eval/turn_1/reward_mean", patience=1, mode="min")
+    trace, interval = Trace(), EvalInterval(2)
+    callbacks = [stop, interval, trace] if stops_first else [interval, trace, stop]
+    quiet_trainer(tmp_path, *callbacks, max_epochs=4).fit(FakeModule(), data(train=5))
+    # The reward rises with env_step: the second evaluation is the first that is not lower.
+    assert stop.wait_count == 1
+    assert trace.events.count("V") == 2
