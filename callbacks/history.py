@@ -42,7 +42,7 @@ class History:
     def _keep(self, wanted: Callable[[int], bool]) -> None:
         if not self._path.exists():
             return
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-        # A line without its end was cut off by a kill.
-        kept = [line for line in lines if line.endswith("\n") and wanted(json.loads(line)["env_step"])]
+        # Only "\n" ends a line: texts hold other line breaks. A line without its end was cut off by a kill.
+        *lines, _ = self._path.read_text(encoding="utf-8").split("\n")
+        kept = [line + "\n" for line in lines if wanted(json.loads(line)["env_step"])]
         write_whole(self._path, lambda path: path.write_text("".join(kept), encoding="utf-8"))

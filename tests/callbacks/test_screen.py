@@ -64,6 +64,15 @@ def test_new_run_starts_a_new_file(tmp_path: Path) -> None:
         assert len(lines(tmp_path / "c.jsonl")) == 2
 
 
+def test_a_resumed_file_may_hold_any_line_break_in_its_texts(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps({"env_step": 0, "text": "a\u2028b\x85c\x0cd"}, ensure_ascii=False) + "\n")
+    module = FakeModule()
+    module.env_step = 5
+    quiet_trainer(tmp_path, CompletionsTable(path, num_on_screen=0)).fit(module, data(1, 0))
+    assert path.read_text().split("\n")[0].endswith('"a\u2028b\x85c\\fd"}')
+
+
 @pytest.mark.usefixtures("no_wandb")
 def test_wandb_table_has_env_step_as_a_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables: list[dict[str, Any]] = []
