@@ -11,7 +11,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.support import run_folder
+from comlrl_lightning.callbacks.support import is_rehearsal, run_folder
 
 
 class BatchCheckpoint(Checkpoint):
@@ -59,7 +59,7 @@ class BatchCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         num_batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
-        if num_batches % self._every_n_batches:
+        if num_batches % self._every_n_batches or is_rehearsal(trainer):
             return
         folder = self._dirpath or Path(trainer.strategy.broadcast(run_folder(trainer))) / "checkpoints"
         self._save(trainer, folder / f"batch-{num_batches:06d}.ckpt")

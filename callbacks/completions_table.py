@@ -11,7 +11,14 @@ from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
 from comlrl_lightning.callbacks.history import History
-from comlrl_lightning.callbacks.support import may_print, rollout_source, run_folder
+from comlrl_lightning.callbacks.support import (
+    has_fitted,
+    is_rehearsal,
+    may_print,
+    outside_of_fit,
+    rollout_source,
+    run_folder,
+)
 from comlrl_lightning.rollouts.types import Prompt, Rollouts
 
 
@@ -19,7 +26,9 @@ class CompletionsTable(Callback):
     """Write the joint completions of every evaluation: to JSON lines, to Weights & Biases, and a few on screen.
 
     A line of the file (and a row of the W&B table ``eval/completions``) is one item at one turn: `env_step`, `index` of
-    the item, `turn`, `prompts` and `completions` per agent, `reward`.
+    the item, `turn`, `prompts` and `completions` per agent, `reward`. An evaluation by the trainer after its fit takes
+    the place of the lines with the same `env_step`; a trainer that never fitted writes ``completions-validate.jsonl``
+    (or ``-test``) instead. A `fast_dev_run` writes nothing.
 
     Args:
         path: The JSON-lines file; None takes ``completions.jsonl`` in the folder of the run.
@@ -47,11 +56,12 @@ class CompletionsTable(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._history = History(self._path or run_folder(trainer) / "completions.jsonl")
+        path = self._path or run_folder(trainer) / "completions.jsonl"
+        self._history = History(path if has_fitted(trainer) else outside_of_fit(path, trainer))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not is_rehearsal(trainer):
             self._history.begin(trainer, rollout_source(pl_module, self))
 
     @override
@@ -68,12 +78,19 @@ class CompletionsTable(Callback):
         rows = completion_rows(source.evaluation_rollouts())
         if not trainer.is_global_zero:
             return
-        self._history.add(source.env_step, rows)
+        if not is_rehearsal(trainer):
+            self._record(trainer, source.env_step, rows)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 _log_table(logger, source.env_step, rows)
         if may_print(trainer) and self._num_on_screen:
             show(rows[: self._num_on_screen], title=f"Evaluation at env_step {source.env_step}")
+
+    def _record(self, trainer: Trainer, env_step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        if has_fitted(trainer):
+            self._history.add(env_step, rows, again=trainer.state.fn != "fit")
+        else:
+            self._history.replace(env_step, rows)
 
 
 def completion_rows(rollouts: Rollouts) -> list[dict[str, Any]]:

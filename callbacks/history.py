@@ -30,14 +30,25 @@ class History:
         is_new = source.env_step == 0 and trainer.ckpt_path is None
         self._keep(lambda env_step: not is_new and env_step <= source.env_step)
 
-    def add(self, env_step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows; an evaluation that a resumed run repeats takes the place of the first."""
-        if env_step == self._resumed_at:
-            self._keep(lambda other: other < env_step)
+    def add(self, env_step: int, rows: Iterable[Mapping[str, Any]], again: bool = False) -> None:
+        """Append rows; an evaluation that a resumed run repeats takes the place of the first.
+
+        Args:
+            env_step: When the rows were measured.
+            rows: The rows.
+            again: Whether they take the place of others at this `env_step` in any case.
+        """
+        if again or env_step == self._resumed_at:
+            self._keep(lambda other: other != env_step)
         self._resumed_at = None
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({"env_step": env_step, **row}, ensure_ascii=False) + "\n" for row in rows)
+
+    def replace(self, env_step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Make these rows all there is."""
+        self._keep(lambda other: False)
+        self.add(env_step, rows)
 
     def _keep(self, wanted: Callable[[int], bool]) -> None:
         if not self._path.exists():

@@ -14,6 +14,9 @@ from comlrl_lightning.callbacks.history import History
 from comlrl_lightning.callbacks.support import (
     evaluation_metrics,
     forget_evaluation_metrics,
+    has_fitted,
+    is_rehearsal,
+    outside_of_fit,
     rollout_source,
     write_whole,
 )
@@ -23,8 +26,12 @@ class JSONExport(Callback):
     """Write each evaluation's metrics to a JSON file, and all of them to a history of JSON lines beside it.
 
     `path` holds the latest evaluation; the history has the same name with the suffix ``.jsonl`` and one line per
-    evaluation, `env_step` first. A resumed run continues the history where its checkpoint stands. Files appear whole,
-    on rank zero, and never for sanity checks; a metric that is not finite becomes null.
+    evaluation, `env_step` first. A resumed run continues the history where its checkpoint stands. An evaluation by the
+    trainer after its fit takes the place of the line with the same `env_step`. A trainer that never fitted writes no
+    history, and beside that of a fit its file is called ``eval-metrics-validate.json`` (or ``-test``).
+
+    Files appear whole, on rank zero, and never for sanity checks or a `fast_dev_run`; a metric that is not finite
+    becomes null.
 
     Args:
         path: The JSON file, relative to the working folder.
@@ -46,7 +53,7 @@ class JSONExport(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not is_rehearsal(trainer):
             self._history.begin(trainer, rollout_source(pl_module, self))
 
     @override
@@ -67,12 +74,20 @@ class JSONExport(Callback):
         self._export(trainer, pl_module)
 
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero:
+        if not trainer.is_global_zero or is_rehearsal(trainer):
             return
         metrics = _finite_or_none(evaluation_metrics(trainer))
         text = json.dumps(metrics, indent=2) + "\n"
-        write_whole(self._path, lambda path: path.write_text(text, encoding="utf-8"))
-        self._history.add(rollout_source(pl_module, self).env_step, [metrics])
+        write_whole(self._target(trainer), lambda path: path.write_text(text, encoding="utf-8"))
+        if has_fitted(trainer):
+            env_step = rollout_source(pl_module, self).env_step
+            self._history.add(env_step, [metrics], again=trainer.state.fn != "fit")
+
+    def _target(self, trainer: Trainer) -> Path:
+        """The file of this evaluation, never the one that belongs to the fit of another trainer."""
+        if has_fitted(trainer) or not self._path.with_suffix(".jsonl").exists():
+            return self._path
+        return outside_of_fit(self._path, trainer)
 
 
 def _finite_or_none(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.support import EVAL_PREFIX, evaluation_metrics, rollout_source, write_whole
+from comlrl_lightning.callbacks.support import (
+    EVAL_PREFIX,
+    evaluation_metrics,
+    has_fitted,
+    is_rehearsal,
+    rollout_source,
+    write_whole,
+)
 from comlrl_lightning.distributed import gather_objects
 
 if TYPE_CHECKING:
@@ -22,8 +29,8 @@ Points = dict[int, list[tuple[int, float]]]
 class RewardCurve(Callback):
     """Draw the mean reward of each training step and of each evaluation over `env_step`, one color per turn.
 
-    The picture is drawn after each evaluation and when training ends, however it ends. A resumed run continues the
-    curve of its checkpoint.
+    The picture is drawn after each evaluation and when training ends, however it ends. An evaluation by the trainer
+    after its fit becomes part of it, once per `env_step`. A resumed run continues the curve of its checkpoint.
 
     Args:
         path: The PNG file, relative to the working folder.
@@ -76,9 +83,11 @@ class RewardCurve(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.sanity_checking or trainer.state.fn != "fit":
+        if trainer.sanity_checking or not has_fitted(trainer):
             return
         source, metrics = rollout_source(pl_module, self), evaluation_metrics(trainer)
+        if trainer.state.fn != "fit" and any(step == source.env_step for step, _ in self._evaluation.get(1, ())):
+            return
         for turn in range(1, source.num_turns + 1):
             key = f"{EVAL_PREFIX}turn_{turn}/reward_mean"
             if key in metrics:
@@ -103,7 +112,7 @@ class RewardCurve(Callback):
         self._evaluation = {turn: list(points) for turn, points in state_dict["evaluation"].items()}
 
     def _draw(self, trainer: Trainer) -> None:
-        if not trainer.is_global_zero or not (self._training or self._evaluation):
+        if not trainer.is_global_zero or is_rehearsal(trainer) or not (self._training or self._evaluation):
             return
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

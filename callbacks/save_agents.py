@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.support import rollout_source
+from comlrl_lightning.callbacks.support import is_rehearsal, rollout_source
 
 
 class SaveAgents(Callback):
@@ -63,7 +63,8 @@ class SaveAgents(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         num_batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
-        if self._every_n_batches is not None and num_batches % self._every_n_batches == 0:
+        is_due = self._every_n_batches is not None and num_batches % self._every_n_batches == 0
+        if is_due and not is_rehearsal(trainer):
             rollout_source(pl_module, self).save_agents(self._folder / f"batch-{num_batches:06d}")
 
     @override
@@ -78,11 +79,13 @@ class SaveAgents(Callback):
         value = trainer.strategy.broadcast(float(trainer.callback_metrics[self._monitor]))
         if self._best is None or self._is_better(value, self._best):
             self._best = value
-            self._save_best(trainer, pl_module)
+            if not is_rehearsal(trainer):
+                self._save_best(trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        rollout_source(pl_module, self).save_agents(self._folder)
+        if not is_rehearsal(trainer):
+            rollout_source(pl_module, self).save_agents(self._folder)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -49,6 +49,21 @@ def may_print(trainer: Trainer) -> bool:
     return trainer.is_global_zero and all(verbose)
 
 
+def is_rehearsal(trainer: Trainer) -> bool:
+    """Whether this is a `fast_dev_run`, which leaves no files behind."""
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+
+
+def has_fitted(trainer: Trainer) -> bool:
+    """Whether this trainer has trained, or trains right now."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0 or trainer.state.fn == "fit"
+
+
+def outside_of_fit(path: Path, trainer: Trainer) -> Path:
+    """Name of a file for a trainer that never fitted: ``metrics-validate.json`` for ``metrics.json``."""
+    return path.with_stem(f"{path.stem}-{trainer.state.fn and trainer.state.fn.value}")
+
+
 def run_folder(trainer: Trainer) -> Path:
     """Folder of this run: the logger's, else the trainer's root. Call it on every rank."""
     return Path(trainer.log_dir or trainer.default_root_dir)

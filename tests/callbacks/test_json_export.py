@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from comlrl_lightning.callbacks import BatchCheckpoint, EvalInterval, JSONExport
+from comlrl_lightning.callbacks import (
+    BatchCheckpoint,
+    CompletionsTable,
+    EvalInterval,
+    JSONExport,
+    RewardCurve,
+    SaveAgents,
+)
 from tests.callbacks.fakes import FakeModule, data, quiet_trainer
 
 KEY = "eval/turn_1/reward_mean"
@@ -35,11 +42,46 @@ def test_sanity_check_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_validate_and_test_write_too(tmp_path: Path) -> None:
-    trainer = quiet_trainer(tmp_path, JSONExport(tmp_path / "metrics.json"))
-    trainer.validate(FakeModule(), data(), verbose=False)
-    trainer.test(FakeModule(), data(), verbose=False)
-    assert history(tmp_path / "metrics.jsonl") == [(0, 1.1), (0, 1.1)]
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_evaluation_after_the_fit_is_in_the_files_once(tmp_path: Path, stage: str) -> None:
+    trainer = quiet_trainer(tmp_path, EvalInterval(2), JSONExport(tmp_path / "metrics.json"))
+    module = FakeModule()
+    trainer.fit(module, data(train=4))
+    for _ in range(2):
+        getattr(trainer, stage)(module, data(), verbose=False)
+    # Four items bring 4 + 2 + 4 + 2 scored joint completions.
+    assert history(tmp_path / "metrics.jsonl") == [(0, 1.1), (6, 7.1), (12, 13.1)]
+    assert json.loads((tmp_path / "metrics.json").read_text())[KEY] == pytest.approx(13.1)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_trainer_that_never_fitted_leaves_the_files_of_a_fit_alone(tmp_path: Path, stage: str) -> None:
+    def evaluate() -> None:
+        trainer = quiet_trainer(tmp_path, JSONExport(tmp_path / "metrics.json"))
+        getattr(trainer, stage)(FakeModule(), data(), verbose=False)
+
+    evaluate()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.json"]
+    quiet_trainer(tmp_path, EvalInterval(2), JSONExport(tmp_path / "metrics.json")).fit(FakeModule(), data(train=4))
+    evaluate()
+    assert json.loads((tmp_path / "metrics.json").read_text())[KEY] == pytest.approx(7.1)
+    assert json.loads((tmp_path / f"metrics-{stage}.json").read_text())[KEY] == pytest.approx(1.1)
+    assert history(tmp_path / "metrics.jsonl") == [(0, 1.1), (6, 7.1)]
+
+
+def test_rehearsal_writes_nothing(tmp_path: Path) -> None:
+    callbacks = [
+        EvalInterval(1),
+        JSONExport(tmp_path / "m.json"),
+        CompletionsTable(tmp_path / "c.jsonl", num_on_screen=0),
+        RewardCurve(tmp_path / "c.png"),
+        SaveAgents(tmp_path / "agents", every_n_batches=1, monitor=KEY),
+        BatchCheckpoint(dirpath=tmp_path),
+    ]
+    trainer = quiet_trainer(tmp_path, *callbacks, fast_dev_run=True, enable_checkpointing=True)
+    trainer.fit(FakeModule(), data())
+    assert trainer.callback_metrics[KEY] > 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_new_run_starts_a_new_history(tmp_path: Path) -> None:

@@ -24,6 +24,22 @@ def test_points_and_picture(tmp_path: Path) -> None:
     assert len(list((tmp_path / "pictures").iterdir())) == 1
 
 
+def test_evaluation_after_the_fit_ends_the_curve(tmp_path: Path) -> None:
+    curve, module = RewardCurve(tmp_path / "curve.png"), FakeModule()
+    trainer = quiet_trainer(tmp_path, EvalInterval(2), curve)
+    trainer.fit(module, data(train=3))
+    (tmp_path / "curve.png").unlink()
+    for _ in range(2):
+        trainer.validate(module, data(), verbose=False)
+    assert [step for step, _ in curve.evaluation_points[1]] == [0, 6, 10]
+    assert (tmp_path / "curve.png").exists()
+
+
+def test_trainer_that_never_fitted_draws_nothing(tmp_path: Path) -> None:
+    quiet_trainer(tmp_path, RewardCurve(tmp_path / "curve.png")).validate(FakeModule(), data(), verbose=False)
+    assert not list(tmp_path.iterdir())
+
+
 def test_picture_is_drawn_when_training_breaks(tmp_path: Path) -> None:
     class Breaking(FakeModule):
         def training_step(self, batch: TaskBatch, batch_idx: int) -> None:

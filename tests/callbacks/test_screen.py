@@ -95,7 +95,20 @@ def test_verbose_false_prints_nothing(
     trainer = quiet_trainer(tmp_path, CompletionsTable(tmp_path / "c.jsonl"), logger=TaskWandbLogger(config))
     trainer.validate(FakeModule(), data(evaluation=1), verbose=False)
     assert "a0 of task 0" not in capsys.readouterr().out
-    assert len(lines(tmp_path / "c.jsonl")) == 2
+    assert len(lines(tmp_path / "c-validate.jsonl")) == 2
+
+
+def test_evaluations_outside_of_the_fit(tmp_path: Path) -> None:
+    module, path = FakeModule(), tmp_path / "c.jsonl"
+    trainer = quiet_trainer(tmp_path, EvalInterval(1), CompletionsTable(path, num_on_screen=0))
+    trainer.fit(module, data(1, 1))
+    for _ in range(2):
+        trainer.validate(module, data(1, 1), verbose=False)
+        other = quiet_trainer(tmp_path, CompletionsTable(path, num_on_screen=0))
+        other.validate(FakeModule(), data(1, 1), verbose=False)
+    # Item 0 has two turns; it was trained once, with two joint completions per turn.
+    assert [row["env_step"] for row in lines(path)] == [0, 0, 4, 4]
+    assert [row["env_step"] for row in lines(tmp_path / "c-validate.jsonl")] == [0, 0]
 
 
 def test_text_of_chat_messages() -> None:
