@@ -96,6 +96,10 @@ class UserFunction:
         chosen = {name: value for name, value in keywords.items() if name in self.keywords}
         try:
             return self.func(*args, **chosen)
+        except StopIteration as error:  # a training loop would take it for its own end and stop in silence
+            raise RuntimeError(
+                f"{self.label} raised StopIteration for {place}. Catch it, or give next() a default."
+            ) from error
         except Exception as error:
             error.add_note(f"Raised in {self.label} for {place}.")
             raise

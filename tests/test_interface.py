@@ -205,6 +205,15 @@ class TestRewardValues:
 
 
 class TestUserExceptions:
+    def test_stop_iteration_does_not_pass_for_the_end_of_a_loop(self) -> None:
+        def exhausted(first: list[str], second: list[str]) -> list[float]:
+            return [next(iter([])) for _ in range(2)]
+
+        with pytest.raises(
+            RuntimeError, match=r"reward_func=.*exhausted raised StopIteration for task item 7 .* turn 2"
+        ):
+            score(exhausted)
+
     def test_they_keep_type_and_traceback_and_get_a_note(self) -> None:
         calls = []
 
