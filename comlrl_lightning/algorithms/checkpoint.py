@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,19 +49,39 @@ def restore_global_rng_states(states: RngStates) -> None:
         torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])
 
 
+@dataclass(frozen=True)
+class Progress:
+    """What a training step changes before its items count as trained."""
+
+    env_step: int
+    buffer: list[CreditedNode]
+    metrics: dict[str, Any]
+    rng: RngStates
+
+    @classmethod
+    def of(cls, module: CooperativeModule) -> Progress:
+        """The present state of a module."""
+        metrics = {name: value.clone() for name, value in module.training_metrics.state_dict().items()}
+        return cls(module.env_step, list(module.buffer), metrics, global_rng_states())
+
+
 def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
-    """Reduce a checkpoint to the weights that are trained, and add the state of the run. Call it on every rank."""
+    """Reduce a checkpoint to the weights that are trained, and add the state of the run. Call it on every rank.
+
+    What is saved while a training step runs or has failed goes on from the start of that step.
+    """
     checkpoint["state_dict"] = {name: checkpoint["state_dict"][name] for name in trained_names(module)}
+    progress = module.step_start or Progress.of(module)
     this_rank = {
-        "rng": global_rng_states(),
-        "buffer": [entry.to_state() for entry in module.buffer],
-        "metrics": module.training_metrics.state_dict(),
+        "rng": progress.rng,
+        "buffer": [entry.to_state() for entry in progress.buffer],
+        "metrics": progress.metrics,
     }
     checkpoint[KEY] = {
         "algorithm": type(module).__name__,
         "settings": _fixed_settings(module),
         "learning_rates": module.learning_rates,
-        "env_step": module.env_step,
+        "env_step": progress.env_step,
         "update_step": module.update_step,
         "last_log": module.last_log,
         "ranks": gather_objects([this_rank]),

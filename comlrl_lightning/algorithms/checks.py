@@ -119,6 +119,37 @@ def check_optimizer(optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory 
         )
 
 
+def check_precision(precision: object, trained: Iterable[torch.nn.Parameter]) -> None:
+    """Refuse number formats in which training would fail, or learn nothing.
+
+    Args:
+        precision: As the Trainer has it.
+        trained: The parameters that are trained, in the format that the Trainer gave them.
+
+    Raises:
+        ValueError: If a gradient scaler would be needed, or half-precision weights were to be trained: steps of a usual
+            size are too small to change them.
+    """
+    if precision in ("16-mixed", "16-true"):
+        raise ValueError(
+            f"Trainer(precision={precision!r}) would need a gradient scaler. Use 'bf16-mixed' or '32-true'."
+        )
+    half = {str(one.dtype).removeprefix("torch.") for one in trained if one.dtype in (torch.float16, torch.bfloat16)}
+    if half:
+        raise ValueError(
+            f"The trained weights are {' and '.join(sorted(half))}, in which most updates round to nothing."
+            ' Load the models with dtype="float32" and use Trainer(precision="bf16-mixed").'
+        )
+
+
+def check_shares(train_batch_size: int | None, num_processes: int) -> None:
+    """Refuse a batch that the processes cannot share evenly."""
+    if (train_batch_size or 0) % num_processes:
+        raise ValueError(
+            f"train_batch_size={train_batch_size} is not shared evenly by {num_processes} processes. Use a multiple."
+        )
+
+
 def check_trainer_flags(gradient_clip_val: float | None, accumulate_grad_batches: int) -> None:
     """Refuse flags of the Trainer that do not know about agents and buffers.
 

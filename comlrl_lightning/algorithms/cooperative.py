@@ -18,14 +18,16 @@ from typing_extensions import override
 
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.algorithms.checkpoint import load_run, restore_run, save_run, trained_names
+from comlrl_lightning.algorithms.checkpoint import Progress, load_run, restore_run, save_run, trained_names
 from comlrl_lightning.algorithms.checks import (
     OptimizerFactory,
     SchedulerFactory,
     check_finite,
     check_kind,
     check_optimizer,
+    check_precision,
     check_share,
+    check_shares,
     check_trainer_flags,
     check_whole,
     learning_rates,
@@ -34,6 +36,7 @@ from comlrl_lightning.algorithms.construction import task_interface
 from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain, is_remark, to_plain
 from comlrl_lightning.algorithms.learners import GroupRelativeLearner
 from comlrl_lightning.algorithms.recording import (
+    ForgetStep,
     prediction,
     record_collection,
     record_final_rewards,
@@ -193,6 +196,7 @@ class CooperativeModule(BufferedUpdates):
         self.buffer: list[CreditedNode] = []
         self._evaluated: list[Rollouts] = []
         self.last_log = (0, 0)
+        self.step_start: Progress | None = None
         self.fit_trainer: Trainer | None = None
         self._warned_of_stops = False
         self._resumed: dict[str, Any] | None = None
@@ -205,7 +209,8 @@ class CooperativeModule(BufferedUpdates):
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
         # The only hook of the module that runs before Lightning refuses these flags without naming ours.
         check_trainer_flags(self.trainer.gradient_clip_val, self.trainer.accumulate_grad_batches)
-        return []
+        present = any(isinstance(callback, ForgetStep) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        return [] if present else [ForgetStep()]
 
     @override
     def configure_model(self) -> None:
@@ -237,20 +242,20 @@ class CooperativeModule(BufferedUpdates):
 
     @override
     def on_fit_start(self) -> None:
-        if self.trainer.precision in ("16-mixed", "16-true"):
-            raise ValueError(
-                f"Trainer(precision={self.trainer.precision!r}) would need a gradient scaler."
-                " Use 'bf16-mixed' or '32-true'."
-            )
-        if (self.updates.train_batch_size or 0) % world_size():
-            raise ValueError(
-                f"train_batch_size={self.updates.train_batch_size} is not shared evenly by {world_size()} processes."
-                " Use a multiple."
-            )
+        check_precision(self.trainer.precision, (one for one in self.team.parameters() if one.requires_grad))
+        check_shares(self.updates.train_batch_size, world_size())
         # Lightning compares its own logging interval, which our logs do not use, with the length of an epoch.
         warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging")
         self.fit_trainer = self.trainer
+        self._forget_leftovers()
         self.team.train()
+
+    def _forget_leftovers(self) -> None:
+        """Leave nothing of a fit that stopped early to another one; a resumed fit restores its own later."""
+        self.buffer.clear()
+        self.step_start = None
+        self.training_metrics.pop()
+        self.interface.reward.pop_parts()
 
     @override
     def on_train_start(self) -> None:
@@ -264,6 +269,7 @@ class CooperativeModule(BufferedUpdates):
 
     @override
     def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
+        self.step_start = Progress.of(self)
         self.rollouts = self._collect(batch, _TRAIN, self.sampling, self.shape)
         credited = assign_credit(self.rollouts, self.discount)
         self._record_collection(self.rollouts, credited)
@@ -272,8 +278,9 @@ class CooperativeModule(BufferedUpdates):
         is_last = self.trainer.is_last_batch or batch.is_last
         if self._buffer_is_full() or is_last:
             self._update()
-        self._log_training()
         batch.mark_trained(is_last)
+        self.step_start = None
+        self._log_training()
 
     def _collect(self, batch: TaskBatch, stage: int, sampling: Sampling, shape: RolloutShape) -> Rollouts:
         seed = self.seed if stage == _TRAIN or self.eval_seed is None else self.eval_seed
@@ -325,6 +332,8 @@ class CooperativeModule(BufferedUpdates):
     @override
     def on_validation_epoch_start(self) -> None:
         self._evaluated.clear()
+        self.evaluation_metrics.pop()  # an evaluation that failed may have left something
+        self.interface.reward.pop_parts()
 
     @override
     def validation_step(self, batch: TaskBatch, batch_idx: int) -> None:
@@ -364,6 +373,7 @@ class CooperativeModule(BufferedUpdates):
 
     def save_agents(self, folder: str | Path) -> None:
         """Write ``agent_0/``, ``agent_1/`` ...: standard PEFT or model folders with their tokenizers."""
+        self.configure_model()
         if rank() == 0:
             self.team.save(folder)
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from typing_extensions import override
 
 from comlrl_lightning.metrics import MetricTable, agent_key, part_key, turn_key
 from comlrl_lightning.rollouts.buffer import CreditedNode
@@ -58,6 +60,19 @@ def prediction(rollouts: Rollouts, node: Node) -> dict[str, Any]:
         "completions": [completion.text for completion in node.joint_completion(0)],
         "reward": node.rewards[0],
     }
+
+
+class ForgetStep(Callback):
+    """Takes the x-axis of an evaluation out of the trainer's metrics once it has been logged.
+
+    `ModelCheckpoint` would write it into the names of its files, in this evaluation and in all that follows.
+    """
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer._results is not None:
+            trainer._results.pop("on_validation_epoch_end.step", None)
+        trainer.callback_metrics.pop("step", None)
 
 
 def _column(values: Sequence[float]) -> Tensor:
