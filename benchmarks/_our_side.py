@@ -55,6 +55,7 @@ def build_module(job: Job) -> MAGRPO:
         formatters=FORMATTERS,
         num_generations=NUM_GENERATIONS,
         sampling=Sampling(max_new_tokens=job.num_tokens, min_new_tokens=job.num_tokens),
+        micro_batch_tokens=1024,
         seed=job.seed,
     )
     module.configure_model()
