@@ -80,6 +80,7 @@ def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
     checkpoint[KEY] = {
         "algorithm": type(module).__name__,
         "settings": _fixed_settings(module),
+        "optimization": module.optimization,
         "learning_rates": module.learning_rates,
         "env_step": progress.env_step,
         "update_step": module.update_step,
@@ -88,18 +89,28 @@ def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
     }
 
 
-def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Read counters and buffer of a run, after checking that the module can go on with it.
+def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any], *, fitting: bool) -> dict[str, Any]:
+    """Read the counters of a run, after checking that the module can go on with it.
+
+    Args:
+        module: The module.
+        checkpoint: What `save_run` completed.
+        fitting: Whether the run goes on; otherwise its weights are used.
 
     Returns:
         The state of the run, for `restore_run`.
 
     Raises:
-        ValueError: If the checkpoint is of another run, or lacks weights.
+        ValueError: If the checkpoint is of another run, lacks weights, or a setting would change the meaning of the
+            run that goes on.
     """
     if KEY not in checkpoint:
         raise ValueError("The checkpoint was not saved by comlrl_lightning. Load its weights with agents= instead.")
     state: dict[str, Any] = checkpoint[KEY]
+    if fitting:
+        current = {"algorithm": type(module).__name__, **_fixed_settings(module), **_fixed(module.optimization)}
+        saved = {"algorithm": state["algorithm"], **state["settings"], **_fixed(state["optimization"])}
+        check_settings(saved, current)
     missing = sorted(set(trained_names(module)) - set(checkpoint["state_dict"]))
     if missing:
         raise ValueError(
@@ -112,13 +123,7 @@ def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any]) -> dict[s
 
 
 def restore_run(module: CooperativeModule, state: Mapping[str, Any]) -> None:
-    """Go on with a run: its buffer, its random states, and learning rates where the settings changed them.
-
-    Raises:
-        ValueError: If a setting would change the meaning of the run.
-    """
-    current = {"algorithm": type(module).__name__, **_fixed_settings(module)}
-    check_settings({"algorithm": state["algorithm"], **state["settings"]}, current)
+    """Go on with a run: its buffer, its random states, learning rates and options where the settings changed them."""
     if len(state["ranks"]) == world_size():
         this_rank = state["ranks"][rank()]
         module.buffer = [CreditedNode.from_state(entry) for entry in this_rank["buffer"]]
@@ -132,6 +137,7 @@ def restore_run(module: CooperativeModule, state: Mapping[str, Any]) -> None:
         entries = [entry for saved in state["ranks"] for entry in saved["buffer"]]
         module.buffer = [CreditedNode.from_state(entry) for entry in entries[rank() :: world_size()]]
     change_learning_rates(module, state["learning_rates"])
+    change_options(module, state["optimization"]["optimizer_options"])
 
 
 def change_learning_rates(module: CooperativeModule, saved: Sequence[float]) -> None:
@@ -148,6 +154,16 @@ def change_learning_rates(module: CooperativeModule, saved: Sequence[float]) -> 
             group["initial_lr"] = scheduler.base_lrs[position] = new
 
 
+def change_options(module: CooperativeModule, saved: Mapping[str, Any]) -> None:
+    """Let changed options of the optimizer, such as its weight decay, win over those that came with its state."""
+    optimizer = module.optimizers()
+    assert isinstance(optimizer, LightningOptimizer)
+    for name, value in module.optimization["optimizer_options"].items():
+        if saved.get(name) != value:
+            for group in optimizer.param_groups:
+                group[name] = tuple(value) if isinstance(value, list) else value
+
+
 def check_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Refuse to go on with a run under settings that would change its meaning.
 
@@ -160,16 +176,30 @@ def check_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
     """
     for name, value in current.items():
         if saved.get(name) != value:
+            name, former, value = _difference(name, saved.get(name), value)
             raise ValueError(
-                f"{name}={value!r} differs from the checkpoint's {name}={saved.get(name)!r}: going on would mix two"
-                " runs. Use the checkpoint's value, or start a new run without ckpt_path."
+                f"{name}={value!r} differs from the checkpoint's {name}={former!r}: going on would mix two runs. Use"
+                " the checkpoint's value, or start a new run without ckpt_path."
             )
+
+
+def _difference(name: str, saved: Any, current: Any) -> tuple[str, Any, Any]:
+    """The first part in which two plain settings of the same kind differ, by its dotted name."""
+    if isinstance(saved, Mapping) and isinstance(current, Mapping) and saved.keys() == current.keys():
+        key = next(key for key in current if saved[key] != current[key])
+        return _difference(name if key == "init_args" else f"{name}.{key}", saved[key], current[key])
+    return name, saved, current
 
 
 def _fixed_settings(module: CooperativeModule) -> dict[str, Any]:
     settings = {name: to_plain(module.hparams[name]) for name in module.fixed_settings}
     settings["agents"]["init_args"].pop("gradient_checkpointing", None)  # costs memory or time, changes no result
     return settings
+
+
+def _fixed(optimization: Mapping[str, Any]) -> dict[str, Any]:
+    """What must not change about the optimizer: its state fits its own class, and a schedule is in the middle."""
+    return {name: value for name, value in optimization.items() if name != "optimizer_options"}
 
 
 def trained_names(module: CooperativeModule) -> list[str]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from comlrl_lightning.algorithms.hparams import to_plain
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 """Makes an optimizer from parameter groups."""
@@ -26,10 +28,17 @@ def check_kind(*kinds: type, **values: Any) -> None:
             raise ValueError(f"{name}={value!r} is not a setting of that kind. Give {wanted}.")
 
 
-def check_whole(minimum: int, **values: int | None) -> None:
-    """Refuse anything but whole numbers from a minimum on; None passes."""
+def check_flag(**values: bool) -> None:
+    """Refuse anything but True and False."""
     for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < minimum):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} is neither True nor False. Use one of them.")
+
+
+def check_whole(minimum: int, **values: int) -> None:
+    """Refuse anything but whole numbers from a minimum on."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ValueError(f"{name}={value!r} is out of range. Use a whole number of at least {minimum}.")
 
 
@@ -40,10 +49,10 @@ def check_finite(**values: float | None) -> None:
             raise ValueError(f"{name}={value!r} is out of range. Use a finite number.")
 
 
-def check_at_least(minimum: float, **values: float | None) -> None:
-    """Refuse what is not a number, numbers below a minimum, NaN and infinity; None passes."""
+def check_at_least(minimum: float, **values: float) -> None:
+    """Refuse what is not a number, numbers below a minimum, NaN and infinity."""
     for name, value in values.items():
-        if value is not None and not (_is_finite(value) and value >= minimum):
+        if not (_is_finite(value) and value >= minimum):
             raise ValueError(f"{name}={value!r} is out of range. Use a number of at least {minimum:g}.")
 
 
@@ -68,7 +77,7 @@ def _is_finite(value: object) -> bool:
 def check_choice(choices: Sequence[Any], **values: Any) -> None:
     """Refuse anything that is not one of the choices."""
     for name, value in values.items():
-        if not any(value is choice or value == choice for choice in choices):
+        if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
             allowed = ", ".join(repr(choice) for choice in choices)
             raise ValueError(f"{name}={value!r} is unknown. Use one of {allowed}.")
 
@@ -88,15 +97,21 @@ def learning_rates(value: float | Sequence[float] | None, num_agents: int) -> li
             " Give one, or one per agent."
         )
     for rate in rates:
-        check_at_least(0.0, agent_learning_rate=rate)
-    return rates * num_agents if len(rates) == 1 else rates
+        if rate is not None:
+            check_at_least(0.0, agent_learning_rate=rate)
+    plain = [None if rate is None else float(rate) for rate in rates]
+    return plain * num_agents if len(plain) == 1 else plain
 
 
-def check_optimizer(optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory | None) -> None:
+def check_optimizer(optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory | None) -> dict[str, Any]:
     """Try both factories on a parameter of no consequence.
 
+    Returns:
+        The optimizer's class and options, and the schedule's class and arguments, as plain values.
+
     Raises:
-        ValueError: If the optimizer brings its own learning rate, or the schedule waits for a metric.
+        ValueError: If a factory makes something else, the optimizer or the schedule brings its own learning rate, or
+            the schedule waits for a metric.
     """
     for name, factory in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
         if factory is not None and not callable(factory):
@@ -112,11 +127,46 @@ def check_optimizer(optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory 
             f"optimizer sets lr={trial.defaults['lr']!r}. Leave the learning rate out of it and use"
             " agent_learning_rate."
         )
-    if lr_scheduler is not None and isinstance(lr_scheduler(trial), ReduceLROnPlateau):
+    (group,) = trial.param_groups
+    options = {key: to_plain(value) for key, value in group.items() if key not in ("params", "lr", "initial_lr")}
+    return {
+        "optimizer": to_plain(type(trial)),
+        "optimizer_options": options,
+        "lr_scheduler": None if lr_scheduler is None else _checked_schedule(lr_scheduler, trial),
+    }
+
+
+def _checked_schedule(lr_scheduler: SchedulerFactory, trial: Optimizer) -> dict[str, Any]:
+    """Class and arguments of a schedule."""
+    probe = 0.0123456789  # a learning rate that no schedule has by chance
+    trial.param_groups[0]["lr"] = probe
+    schedule: object = lr_scheduler(trial)
+    if isinstance(schedule, ReduceLROnPlateau):
         raise ValueError(
             "lr_scheduler is ReduceLROnPlateau, which waits for a metric, while schedules step once per optimizer step."
             " Use another schedule, for example torch.optim.lr_scheduler.LinearLR."
         )
+    if not isinstance(schedule, LRScheduler):
+        raise ValueError(
+            f"lr_scheduler={lr_scheduler!r} returns {type(schedule).__name__}. Return a schedule of torch.optim."
+        )
+    if trial.param_groups[0]["initial_lr"] != probe:
+        raise ValueError(
+            f"lr_scheduler makes {type(schedule).__name__}, which brings learning rates of its own and would ignore"
+            " agent_learning_rate. Use a schedule of factors, for example torch.optim.lr_scheduler.LambdaLR."
+        )
+    return {"class": to_plain(type(schedule)), **_arguments(schedule.state_dict())}
+
+
+def _arguments(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a schedule's state does not change while it steps."""
+    kept = {
+        key: value
+        for key, value in state.items()
+        if key not in ("base_lrs", "last_epoch", "verbose") and (not key.startswith("_") or key == "_milestones")
+    }
+    schedules = state.get("_schedulers", ())
+    return {**to_plain(kept), **({"schedules": [_arguments(one) for one in schedules]} if schedules else {})}
 
 
 def check_precision(precision: object, trained: Iterable[torch.nn.Parameter]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from comlrl_lightning.algorithms.checks import check_flag
 from comlrl_lightning.algorithms.hparams import callable_from_plain
 from comlrl_lightning.interface import Formatters, RewardFunction, Transition
 from comlrl_lightning.rollouts.collect import TaskInterface
@@ -23,6 +24,7 @@ def task_interface(given: Mapping[str, Any], num_agents: int) -> TaskInterface:
     Raises:
         ValueError: If a function does not fit, or several turns have no transition.
     """
+    check_flag(external_prompt_passthrough=given["external_prompt_passthrough"])
     functions = {name: callable_from_plain(name, given[name]) for name in FUNCTION_ARGUMENTS}
     transition = functions["external_transition"]
     if given["num_turns"] > 1 and transition is None:

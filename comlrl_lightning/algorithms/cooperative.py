@@ -66,7 +66,8 @@ class CooperativeModule(BufferedUpdates):
             finite rewards. Keywords ``batch_items``, ``prompts`` and ``turn`` are passed if its signature has them.
         formatters: None (prompts are ``item["prompt"]``), one function for all agents, or one per agent; each returns a
             text or chat messages.
-        reward_processor: Maps each reward before training, for example ``RewardProcessors.scale(factor=10.0)``.
+        reward_processor: Maps each reward, in training and in evaluation, for example
+            ``RewardProcessors.scale(factor=10.0)``.
         external_transition: Returns the N next prompts after a joint completion; needed when ``num_turns > 1``.
         external_prompt_passthrough: Use the transition's prompts as they are, without the formatters.
         num_turns: T, the largest number of turns per task item.
@@ -177,13 +178,14 @@ class CooperativeModule(BufferedUpdates):
         lr_scheduler: SchedulerFactory | None,
     ) -> None:
         self._given_rates = learning_rates(agent_learning_rate, self.num_agents)
-        factories = {"optimizer": torch.optim.AdamW if optimizer is None else optimizer, "lr_scheduler": lr_scheduler}
+        factories = {"optimizer": optimizer or torch.optim.AdamW, "lr_scheduler": lr_scheduler}
         # What a checkpoint could not hold is missed by the next fit only, not by an evaluation.
         self._missing_factories = {name: factory for name, factory in factories.items() if is_remark(factory)}
+        self.optimization: dict[str, Any] = {}
         if not self._missing_factories:
             self.optimizer: OptimizerFactory = callable_from_plain("optimizer", factories["optimizer"])
             self.lr_scheduler: SchedulerFactory | None = callable_from_plain("lr_scheduler", lr_scheduler)
-            check_optimizer(self.optimizer, self.lr_scheduler)
+            self.optimization = check_optimizer(self.optimizer, self.lr_scheduler)
 
     def _set_up_state(self) -> None:
         with_kl, parts = self.policy.reference_kl_coef > 0, self.interface.reward.part_names
@@ -348,8 +350,7 @@ class CooperativeModule(BufferedUpdates):
     @override
     def on_validation_epoch_end(self) -> None:
         metrics = self.evaluation_metrics.pop()
-        if metrics:
-            # "step" is what Lightning takes for the x-axis of its loggers.
+        if metrics:  # "step" is what Lightning takes for the x-axis of its loggers
             self.log_dict({**metrics, "env_step": float(self.env_step), "step": float(self.env_step)}, batch_size=1)
 
     on_test_epoch_start = on_validation_epoch_start
@@ -393,6 +394,6 @@ class CooperativeModule(BufferedUpdates):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = load_run(self, checkpoint)
         fitting = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        state = load_run(self, checkpoint, fitting=fitting)
         self._resumed = state if fitting else None

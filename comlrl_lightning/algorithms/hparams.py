@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 
@@ -16,9 +16,12 @@ def to_plain(value: Any) -> Any:
     Dataclass objects and partials become ``{"class_path": ..., "init_args": ...}``, functions and classes their
     qualified name; any other object becomes a remark ``<module.Class object>`` that `from_plain` refuses.
     """
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, Path):
+    for builtin in (int, float, str):
+        if isinstance(value, builtin):
+            return builtin(value)  # numpy's numbers and texts derive from them, and do not load again
+    if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, Mapping):
         return {str(key): to_plain(entry) for key, entry in value.items()}

@@ -62,11 +62,11 @@ class UpdateSettings:
     def __post_init__(self) -> None:
         check_whole(
             1,
-            rollout_buffer_size=self.rollout_buffer_size,
-            train_batch_size=self.train_batch_size,
             num_inner_epochs=self.num_inner_epochs,
             micro_batch_tokens=self.micro_batch_tokens,
             logging_steps=self.logging_steps,
         )
+        sizes = {"rollout_buffer_size": self.rollout_buffer_size, "train_batch_size": self.train_batch_size}
+        check_whole(1, **{name: size for name, size in sizes.items() if size is not None})
         check_positive(max_grad_norm=self.max_grad_norm)
         check_choice(("raise", "skip"), on_nonfinite=self.on_nonfinite)

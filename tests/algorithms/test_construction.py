@@ -6,12 +6,14 @@ import warnings
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, ReduceLROnPlateau, SequentialLR
 
 from comlrl_lightning.agents.settings import Sampling, SharedBase
 from comlrl_lightning.algorithms import ALGORITHMS, MAGRPO, MAREINFORCE, MARLOO, CooperativeModule, MAReMax
+from comlrl_lightning.algorithms.checks import learning_rates
 from tests.algorithms.support import fit, make_module, uneven_reward, weights
 
 UNLOADED = SharedBase("not/loaded", num_agents=2)
@@ -58,6 +60,12 @@ def lone_argument(first: list[str]) -> list[float]:
             r"advantage_normalization='turn' is unknown. Use one of 'group', 'batch'",
         ),
         ({"advantage_normalization": True}, r"advantage_normalization=True is unknown"),
+        ({"advantage_normalization": 0}, r"advantage_normalization=0 is unknown"),
+        ({"max_nodes": None}, r"max_nodes=None is out of range"),
+        ({"reference_kl_coef": None}, r"reference_kl_coef=None is out of range"),
+        ({"entropy_coef": None}, r"entropy_coef=None is out of range"),
+        ({"logging_steps": None}, r"logging_steps=None is out of range"),
+        ({"external_prompt_passthrough": "no"}, r"external_prompt_passthrough='no' is neither True nor False"),
         ({"rollout_buffer_size": 0}, r"rollout_buffer_size=0 is out of range. Use a whole number of at least 1"),
         ({"train_batch_size": 2.5}, r"train_batch_size=2.5 is out of range. Use a whole number"),
         ({"train_batch_size": 0}, r"train_batch_size=0 is out of range"),
@@ -175,6 +183,33 @@ class TestAccepted:
     def test_functions_may_be_import_paths(self) -> None:
         module = construct(reward_func="tests.algorithms.support.uneven_reward", num_turns=2)
         assert module.interface.reward([["a"], ["b"]], item={}, prompts=("", ""), turn=1) == uneven_reward(["a"], ["b"])
+
+
+class TestSchedules:
+    def test_one_with_its_own_learning_rates_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"OneCycleLR, which brings learning rates of its own .*LambdaLR"):
+            construct(lr_scheduler=partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=10))
+
+    def test_a_factory_must_return_one(self) -> None:
+        with pytest.raises(ValueError, match=r"lr_scheduler=.* returns NoneType. Return a schedule"):
+            construct(lr_scheduler=lambda optimizer: None)
+
+    def test_what_a_checkpoint_says_about_schedules(self) -> None:
+        def warm(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+            parts = [LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, T_max=5)]
+            return SequentialLR(optimizer, parts, milestones=[2])
+
+        schedule = construct(lr_scheduler=warm).optimization["lr_scheduler"]
+        assert schedule["class"] == "torch.optim.lr_scheduler.SequentialLR"
+        assert schedule["_milestones"] == [2]
+        assert schedule["schedules"] == [
+            {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 2},
+            {"T_max": 5, "eta_min": 0.0},
+        ]
+
+
+def test_learning_rates_are_builtin_floats() -> None:
+    assert [type(rate) for rate in learning_rates([np.float64(0.1), 1], 2)] == [float, float]
 
 
 class TestTrainerFlags:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +33,12 @@ from tests.tiny_lm import tiny_llama, tiny_tokenizer
 def test_there_and_back(settings: Any) -> None:
     plain = to_plain({"a": settings})
     assert from_plain("a", plain["a"]) == settings
+
+
+def test_numpy_values_become_builtin_ones() -> None:
+    plain = to_plain({"rate": np.float64(0.5), "name": np.str_("a"), "path": PurePosixPath("a/b")})
+    assert plain == {"rate": 0.5, "name": "a", "path": "a/b"}
+    assert {type(value) for value in plain.values()} == {float, str}
 
 
 def test_plain_forms() -> None:

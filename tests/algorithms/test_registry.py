@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import warnings
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from comlrl_lightning.agents.settings import SharedBase
+from comlrl_lightning.agents.settings import LoraSettings, SharedBase
 from comlrl_lightning.algorithms import ALGORITHMS, MAGRPO, MARLOO, CooperativeModule
 from comlrl_lightning.callbacks import BatchCheckpoint
 from comlrl_lightning.data import TaskDataModule
@@ -208,7 +210,14 @@ class TestCheckpoint:
 
     def test_missing_weights_are_named(self, path: Path) -> None:
         with pytest.raises(ValueError, match=r"lacks \d+ of the weights .*agent_2"):
+            MAGRPO.load_from_checkpoint(path, agents=tiny_agents(num_agents=3))
+
+    def test_other_agents_are_refused_by_the_name_of_the_setting(self, path: Path) -> None:
+        with pytest.raises(ValueError, match=r"^agents.num_agents=3 differs from the checkpoint's agents.num_agents=2"):
             self.resume(make_module(MAGRPO, tiny_agents(num_agents=3)), path)
+        agents = replace(tiny_agents(), lora=LoraSettings(rank=3, alpha=4.0))
+        with pytest.raises(ValueError, match=r"^agents.lora.rank=3 differs from the checkpoint's agents.lora.rank=2"):
+            self.resume(make_module(MAGRPO, agents), path)
 
     def test_a_foreign_checkpoint_is_refused(self, path: Path, tmp_path: Path) -> None:
         checkpoint = torch.load(path, weights_only=True)
@@ -220,6 +229,24 @@ class TestCheckpoint:
     def test_a_new_learning_rate_wins(self, path: Path) -> None:
         trainer = self.resume(make_module(MAGRPO, agent_learning_rate=[0.02, 0.01]), path)
         assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [0.02, 0.01]
+
+    def test_new_options_of_the_optimizer_win(self, path: Path) -> None:
+        optimizer = partial(torch.optim.AdamW, weight_decay=0.5, betas=(0.8, 0.9))
+        trainer = self.resume(make_module(MAGRPO, agent_learning_rate=0.01, optimizer=optimizer), path)
+        for group in trainer.optimizers[0].param_groups:
+            assert (group["weight_decay"], group["betas"], group["lr"]) == (0.5, (0.8, 0.9), 0.01)
+
+    def test_another_optimizer_is_refused(self, path: Path) -> None:
+        with pytest.raises(ValueError, match=r"^optimizer='torch.optim.sgd.SGD' differs from .*'torch.optim.adamw.Ad"):
+            self.resume(make_module(MAGRPO, optimizer=torch.optim.SGD), path)
+
+    def test_another_schedule_is_refused(self, path: Path, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"^lr_scheduler={.*ExponentialLR.* differs from .*lr_scheduler=None"):
+            self.resume(make_module(MAGRPO, lr_scheduler=shrinking), path)
+        fit(make_module(MAGRPO, lr_scheduler=shrinking), ITEMS[:1], 1).save_checkpoint(tmp_path / "shrinking.ckpt")
+        slower = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)
+        with pytest.raises(ValueError, match=r"^lr_scheduler.gamma=0.9 differs from .* lr_scheduler.gamma=0.7"):
+            self.resume(make_module(MAGRPO, lr_scheduler=slower), tmp_path / "shrinking.ckpt")
 
     def test_a_new_fit_of_a_loaded_module_is_no_resume(self, path: Path) -> None:
         module = MAGRPO.load_from_checkpoint(
