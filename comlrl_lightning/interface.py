@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 from comlrl_lightning.calls import Place, UserFunction, finite_float, finite_floats, qualified_name, short
@@ -70,15 +71,16 @@ class Formatters:
         function, place = self._functions[agent], Place(item, item_index, turn)
         prompt: Prompt
         if external_prompt is None:
-            prompt = function(place, dict(item))
+            prompt = function(place, deepcopy(dict(item)))
         else:
-            prompt = function(place, {**item, "prompt": external_prompt}, external_prompts=external_prompt)
+            changed = deepcopy({**item, "prompt": external_prompt})
+            prompt = function(place, changed, external_prompts=external_prompt)
         if not isinstance(prompt, str) and not _is_chat(prompt):
             raise ValueError(
                 f"{function.label} returned {short(prompt)} for {place}. "
                 "Return a text or a list of chat messages, each a dict with a text as role and as content."
             )
-        return prompt
+        return plain_prompt(prompt)
 
 
 class RewardFunction:
@@ -128,7 +130,7 @@ class RewardFunction:
         """
         place, function = Place(item, item_index, turn), self._function
         lists = [list(texts) for texts in completions]
-        values = function(place, *lists, batch_items=[item], prompts=list(prompts), turn=turn)
+        values = function(place, *lists, batch_items=[deepcopy(dict(item))], prompts=deepcopy([*prompts]), turn=turn)
         rewards = finite_floats(values, len(completions[0]), function.label, place)
         if (processor := self._processor) is None:
             return rewards
@@ -191,9 +193,9 @@ class Transition:
             prompt=item.get("prompt", ""),
             agent_completions=list(agent_completions),
             num_agents=self._num_agents,
-            prompt_history_per_agent=[list(history) for history in prompt_history_per_agent],
+            prompt_history_per_agent=[deepcopy([*history]) for history in prompt_history_per_agent],
             response_history_per_agent=[list(history) for history in response_history_per_agent],
-            item=item,
+            item=deepcopy(dict(item)),
         )
         fits = isinstance(prompts, list | tuple) and len(prompts) == self._num_agents
         if not fits or not all(isinstance(prompt, str) for prompt in prompts):
@@ -201,7 +203,14 @@ class Transition:
                 f"{self._function.label} returned {short(prompts)} for {place}. "
                 f"Return a list or tuple of {self._num_agents} texts, one per agent."
             )
-        return tuple(prompts)
+        return tuple(map(str, prompts))
+
+
+def plain_prompt(prompt: Prompt) -> Prompt:
+    """A copy of a prompt in builtin types, which checkpoints can hold and nobody else can change."""
+    if isinstance(prompt, str):
+        return str(prompt)
+    return [{key: str(value) if isinstance(value, str) else value for key, value in one.items()} for one in prompt]
 
 
 def read_prompt(item: Mapping[str, Any]) -> Prompt:
@@ -221,9 +230,12 @@ def _per_agent(formatters: Formatter | Sequence[Formatter] | None, num_agents: i
         return [("formatters", read_prompt)] * num_agents
     if not isinstance(formatters, Sequence):
         return [("formatters", formatters)] * num_agents
-    if isinstance(formatters, str) or len(formatters) != num_agents:
+    if isinstance(formatters, str):
+        raise ValueError(f"formatters={formatters!r} is a text. Give one function, or a list with one per agent.")
+    if len(formatters) != num_agents:
+        names = ", ".join(qualified_name(one) if callable(one) else short(one) for one in formatters)
         raise ValueError(
-            f"formatters={short(formatters)} does not fit {num_agents} agents. "
+            f"formatters=[{names}] holds {len(formatters)}, which does not fit {num_agents} agents. "
             "Give one function for all of them, or a list with one per agent."
         )
     return [(f"formatters[{agent}]", formatter) for agent, formatter in enumerate(formatters)]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from comlrl_lightning.interface import Formatters, RewardFunction
+from comlrl_lightning.interface import Formatters, RewardFunction, read_prompt
 from comlrl_lightning.rewards import RewardProcessors
 
 ITEM = {"prompt": "p", "target": 3}
@@ -43,7 +43,7 @@ class TestRewardKeywords:
         ((completions, keywords),) = recorder.calls
         assert completions == (["a1", "a2"], ["b1", "b2"])
         assert keywords == {"batch_items": [ITEM], "prompts": ["f0", "f1"], "turn": 2}
-        assert keywords["batch_items"][0] is ITEM
+        assert keywords["batch_items"][0] == ITEM
 
     def test_optional_names_get_what_they_say(self) -> None:
         got: dict[str, Any] = {}
@@ -316,8 +316,16 @@ class TestFormatters:
 
     @pytest.mark.parametrize("formatters", [[lambda item: ""], [], "abc", [lambda item: ""] * 3])
     def test_their_number_must_fit(self, formatters: Any) -> None:
-        with pytest.raises(ValueError, match=r"formatters=.* does not fit 2 agents. Give one function"):
+        with pytest.raises(
+            ValueError, match=r"formatters=.*(which does not fit 2 agents|is a text). Give one function"
+        ):
             Formatters(formatters, 2)
+
+    def test_the_error_names_them(self) -> None:
+        with pytest.raises(
+            ValueError, match=r"formatters=\[comlrl_lightning.*read_prompt\] holds 1, which does not fit"
+        ):
+            Formatters([read_prompt], 2)
 
     def test_each_must_take_an_item(self) -> None:
         with pytest.raises(ValueError, match=r"formatters\[1\]=.* cannot be called with a task item"):

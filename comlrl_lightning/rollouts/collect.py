@@ -86,14 +86,24 @@ class _Branch:
 
 @contextmanager
 def user_code() -> Iterator[None]:
-    """Run a user's function without autocast and with float32 as torch's default dtype."""
-    dtype = torch.get_default_dtype()
+    """Run a user's function without autocast, with gradients, and with float32 as torch's default dtype.
+
+    Torch's modes and defaults are afterwards what they were, whatever the function did to them.
+    """
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        with (
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
             yield
     finally:
         torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None if device.type == "cpu" else device)
 
 
 class Collector:

@@ -200,7 +200,7 @@ class TestOrderAndHistories:
         reward = Recorder()
         make_collector(FakeTeam(2), reward, num_turns=2).collect([ITEM], [0])
         assert [keywords["turn"] for _, keywords in reward.calls] == [1, 2, 2]
-        assert all(keywords["batch_items"][0] is ITEM for _, keywords in reward.calls)
+        assert all(keywords["batch_items"][0] == ITEM for _, keywords in reward.calls)
         assert reward.calls[1][1]["prompts"] == ["x", "y"]
 
     def test_passthrough_uses_the_worlds_prompts_as_they_are(self) -> None:

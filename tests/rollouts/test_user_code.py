@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,3 +72,62 @@ def test_every_user_function_runs_so() -> None:
     with half_precision():
         collector.collect([{"prompt": "p"}], [0])
     assert seen == ["formatter", "reward", "transition", "formatter", "reward"]
+
+
+def test_modes_and_defaults_come_back() -> None:
+    with user_code():
+        torch.set_grad_enabled(False)
+        torch.set_default_device("meta")
+    assert torch.is_grad_enabled()
+    assert torch.get_default_device() == torch.device("cpu")
+
+
+def test_gradients_work_in_an_evaluation() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with torch.inference_mode():
+        with user_code():
+            torch.autograd.backward((weight * 3).sum())
+        assert torch.is_inference_mode_enabled()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3.0, 3.0]
+
+
+def test_what_a_function_does_to_its_arguments_stays_with_it() -> None:
+    seen: list[Any] = []
+
+    def formatter(item: dict[str, Any]) -> list[dict[str, str]]:
+        item["tags"].append("formatter")
+        return CHAT
+
+    def reward(first: list[str], batch_items: list[dict[str, Any]], prompts: list[Any]) -> list[float]:
+        seen.append(([*batch_items[0]["tags"]], prompts[0][0]["content"]))
+        batch_items[0]["tags"].append("reward")
+        prompts[0][0]["content"] = "changed"
+        return [0.0] * len(first)
+
+    def transition(item: dict[str, Any], prompt_history_per_agent: list[list[Any]]) -> list[str]:
+        seen.append(([*item["tags"]], prompt_history_per_agent[0][0][0]["content"]))
+        item["tags"].append("transition")
+        prompt_history_per_agent[0][0][0]["content"] = "changed"
+        return ["x"]
+
+    collector = make_collector(
+        FakeTeam(1), reward, transition=transition, formatters=formatter, num_generations=1, num_turns=2
+    )
+    item = {"tags": ["a"]}
+    rollouts = collector.collect([item], [0])
+    assert item == {"tags": ["a"]}
+    assert seen == [(["a"], "hi")] * 3
+    assert rollouts.nodes[0].prompts[0] == [{"role": "user", "content": "hi"}]
+    assert CHAT[0]["content"] == "hi"
+
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def test_prompts_are_builtin_texts() -> None:
+    collector = make_collector(
+        FakeTeam(1), transition=lambda: [np.str_("x")], num_generations=1, num_turns=2, passthrough=True
+    )
+    rollouts = collector.collect([{"prompt": np.str_("p")}], [0])
+    assert [type(node.prompts[0]) for node in rollouts.nodes] == [str, str]
