@@ -69,6 +69,9 @@ class Clip:
     """Largest reward that is left."""
 
     def __post_init__(self) -> None:
+        for name, value in (("low", self.low), ("high", self.high)):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"{name}={value!r} is not a number. Give one.")
         if not self.low < self.high:
             raise ValueError(f"low={self.low} is not below high={self.high}. Give two bounds in order.")
 
@@ -140,6 +143,10 @@ class WeightedRewards:
         rewards: Mapping[str, Callable[..., Any]],
         weights: Mapping[str, float] | Sequence[float] | None = None,
     ) -> None:
+        if not isinstance(rewards, Mapping):
+            raise ValueError(f"rewards={rewards!r} must be a dict name -> function. Give one.")
+        if wrong := [name for name in rewards if not isinstance(name, str) or not name or "." in name]:
+            raise ValueError(f"rewards has a part named {wrong[0]!r}. Use a text without dots, which metrics can hold.")
         if not rewards:
             raise ValueError("rewards={} names no reward. Give at least one, by name.")
         self.rewards = dict(rewards)
@@ -200,8 +207,8 @@ def _weights_by_name(names: list[str], weights: Mapping[str, float] | Sequence[f
 
 
 def _check_finite(argument: str, value: float) -> None:
-    if not math.isfinite(value):
-        raise ValueError(f"{argument}={value} is not finite. Give a finite number.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{argument}={value!r} is not a finite number. Give one.")
 
 
 def _lists(num_agents: int) -> str:

@@ -52,9 +52,9 @@ class TestProcessors:
         assert hash(Shift(1.0)) == hash(Shift(1.0))
 
     def test_numbers_must_make_sense(self) -> None:
-        with pytest.raises(ValueError, match=r"factor=nan is not finite. Give a finite number"):
+        with pytest.raises(ValueError, match=r"factor=nan is not a finite number. Give one"):
             RewardProcessors.scale(float("nan"))
-        with pytest.raises(ValueError, match="value=inf is not finite"):
+        with pytest.raises(ValueError, match="value=inf is not a finite number"):
             RewardProcessors.shift(float("inf"))
         with pytest.raises(ValueError, match=r"low=1.0 is not below high=1.0. Give two bounds in order"):
             RewardProcessors.clip(1.0, 1.0)
@@ -130,7 +130,7 @@ class TestWeightedRewards:
             WeightedRewards({"short": short, "topic": on_topic}, weights)
 
     def test_weights_must_be_finite(self) -> None:
-        with pytest.raises(ValueError, match="weights=nan is not finite"):
+        with pytest.raises(ValueError, match="weights=nan is not a finite number"):
             WeightedRewards({"short": short}, [float("nan")])
 
     def test_no_part(self) -> None:
@@ -306,3 +306,14 @@ class TestRewardModel:
     def test_sizes_are_positive(self, settings: dict[str, int]) -> None:
         with pytest.raises(ValueError, match=r"(batch_size=0|max_length=-1) is not positive. Give 1 or more"):
             RewardModel(reward_model(), "{completion_1}", tiny_tokenizer(), **settings)  # type: ignore[arg-type]
+
+
+def test_wrong_kinds_are_named() -> None:
+    with pytest.raises(ValueError, match="factor='x' is not a finite number"):
+        RewardProcessors.scale("x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="low='a' is not a number"):
+        RewardProcessors.clip("a", "b")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be a dict name -> function"):
+        WeightedRewards([len], [1.0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"part named 'a\.b'. Use a text without dots"):
+        WeightedRewards({"a.b": len})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -11,13 +12,38 @@ Reference = Literal["auto", "base", "initial"]
 
 
 def _check_choice(owner: str, name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
+    if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):
         raise ValueError(f"{owner}({name}={value!r}) is unknown. Use one of {', '.join(map(repr, allowed))}.")
 
 
 def _check_count(owner: str, name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{owner}({name}={value!r}) is out of range. Use a whole number of at least {least}.")
+
+
+def _check_number(owner: str, name: str, value: object, wanted: str, fits: Callable[[float], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not fits(value):
+        raise ValueError(f"{owner}({name}={value!r}) is out of range. Use {wanted}.")
+
+
+def _check_flags(owner: str, **values: object) -> None:
+    for name, value in values.items():
+        _check_choice(owner, name, value, (True, False))
+
+
+def _check_mappings(owner: str, **values: object) -> None:
+    for name, value in values.items():
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{owner}({name}={value!r}) is no mapping. Give a dict of arguments by name.")
+
+
+def _check_layers(owner: str, **values: object) -> None:
+    for name, value in values.items():
+        several = [value] if isinstance(value, str) else value
+        if value is not None and not (
+            isinstance(several, list | tuple) and all(isinstance(one, str) for one in several)
+        ):
+            raise ValueError(f"{owner}({name}={value!r}) names no layers. Give a text or a list of texts.")
 
 
 def is_name(model: object) -> bool:
@@ -48,8 +74,14 @@ class LoraSettings:
 
     def __post_init__(self) -> None:
         _check_count("LoraSettings", "rank", self.rank, 1)
-        if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise ValueError(f"LoraSettings(alpha={self.alpha!r}) is out of range. Use a number above 0.")
+        _check_number("LoraSettings", "alpha", self.alpha, "a number above 0", lambda alpha: alpha > 0)
+        _check_flags("LoraSettings", use_rslora=self.use_rslora, use_dora=self.use_dora)
+        _check_layers(
+            "LoraSettings",
+            target_modules=self.target_modules,
+            exclude_modules=self.exclude_modules,
+            modules_to_save=self.modules_to_save,
+        )
         if self.dropout != 0:
             raise ValueError(
                 f"LoraSettings(dropout={self.dropout!r}) would let rollouts and updates score different policies. "
@@ -77,7 +109,10 @@ class Sampling:
     """Our own decoding loop, or `generate` of transformers (slower, seeded per call and not per completion)."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"Sampling(stop={self.stop!r}) holds something other than texts. Use non-empty strings.")
+        object.__setattr__(self, "stop", tuple(stop))
         _check_count("Sampling", "max_new_tokens", self.max_new_tokens, 1)
         _check_count("Sampling", "min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
@@ -85,14 +120,10 @@ class Sampling:
                 f"Sampling(min_new_tokens={self.min_new_tokens}) is above max_new_tokens={self.max_new_tokens}. "
                 "Lower it."
             )
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"Sampling(temperature={self.temperature!r}) is out of range. Use 0 or more.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"Sampling(top_p={self.top_p!r}) is out of range. Use a number above 0 and up to 1.")
+        _check_number("Sampling", "temperature", self.temperature, "0 or more", lambda value: value >= 0)
+        _check_number("Sampling", "top_p", self.top_p, "a number above 0 and up to 1", lambda value: 0 < value <= 1)
         if self.top_k is not None:
             _check_count("Sampling", "top_k", self.top_k, 1)
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise ValueError(f"Sampling(stop={self.stop!r}) holds something other than texts. Use non-empty strings.")
         _check_choice("Sampling", "backend", self.backend, ("native", "transformers"))
 
 
@@ -124,6 +155,8 @@ class TeamSettings:
         _check_choice(owner, "dtype", self.dtype, (None, "auto", "float32", "bfloat16", "float16", "float64"))
         _check_choice(owner, "reference", self.reference, ("auto", "base", "initial"))
         _check_choice(owner, "long_prompts", self.long_prompts, ("truncate", "error"))
+        _check_flags(owner, gradient_checkpointing=self.gradient_checkpointing)
+        _check_mappings(owner, model_kwargs=self.model_kwargs, chat_template_kwargs=self.chat_template_kwargs)
         for name in ("token", "use_auth_token"):
             if name in (self.model_kwargs or {}):
                 raise ValueError(
@@ -145,6 +178,17 @@ class TeamSettings:
                 )
 
 
+def _agent_folders(folder: str | Path, num_agents: int) -> list[str]:
+    """The agents' folders inside the one that `save_agents` wrote."""
+    folders = [Path(folder) / f"agent_{agent}" for agent in range(num_agents)]
+    if missing := [path.name for path in folders if not path.is_dir()]:
+        raise ValueError(
+            f"SharedBase(adapters={str(folder)!r}) holds no folder {missing[0]!r}. Give the folder that save_agents "
+            "wrote, or a list with one folder per agent."
+        )
+    return [str(path) for path in folders]
+
+
 @dataclass(frozen=True)
 class SharedBase(TeamSettings):
     """One frozen language model for all agents, one LoRA adapter per agent.
@@ -158,8 +202,8 @@ class SharedBase(TeamSettings):
     """Number of agents."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """Shape of the adapters; unused when `adapters` are loaded."""
-    adapters: list[str] | None = None
-    """Adapter folders to go on from, one per agent."""
+    adapters: list[str] | str | None = None
+    """Adapter folders to go on from: one per agent, or the folder that `save_agents` wrote them into."""
     tokenizer: str | Any | None = None
     """Name, folder or loaded tokenizer; None takes the model's. Required with a loaded model."""
 
@@ -174,6 +218,10 @@ class SharedBase(TeamSettings):
                 f"SharedBase(lora={self.lora!r}) is not a LoraSettings. Agents that share a base need adapters; "
                 "use Separate(models=[...]) for full fine-tuning."
             )
+        if isinstance(self.adapters, str | Path):
+            object.__setattr__(self, "adapters", _agent_folders(self.adapters, self.num_agents))
+        if self.adapters is not None and not isinstance(self.adapters, list | tuple):
+            raise ValueError(f"SharedBase(adapters={self.adapters!r}) is no list. Give folders, one per agent.")
         if self.adapters is not None and len(self.adapters) != self.num_agents:
             raise ValueError(
                 f"SharedBase(adapters=...) holds {len(self.adapters)} folders for num_agents={self.num_agents}. "
@@ -197,8 +245,15 @@ class Separate(TeamSettings):
 
     def __post_init__(self) -> None:
         self._check_common()
-        if is_name(self.models) or not self.models:
-            raise ValueError(f"Separate(models={self.models!r}) holds no models. Give a list, one model per agent.")
+        if not isinstance(self.models, list | tuple) or not self.models:
+            given = repr(self.models) if is_name(self.models) or not self.models else f"<{type(self.models).__name__}>"
+            raise ValueError(f"Separate(models={given}) is no list of models. Give a list, one model per agent.")
+        if self.lora is not None and not isinstance(self.lora, LoraSettings):
+            raise ValueError(
+                f"Separate(lora={self.lora!r}) is not a LoraSettings. Give LoraSettings(...), or None for all weights."
+            )
+        if self.tokenizers is not None and not isinstance(self.tokenizers, list | tuple):
+            raise ValueError(f"Separate(tokenizers={self.tokenizers!r}) is no list. Give one tokenizer per agent.")
         self._check_loaded(list(self.models), "models")
         if self.tokenizers is not None and len(self.tokenizers) != len(self.models):
             raise ValueError(
