@@ -90,6 +90,9 @@ class MetricTable(nn.Module):
             self._means[key].persistent(True)
         self.means = nn.ModuleDict(self._means)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._means)} keys)"
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MetricTable:
         """Follow the module to its device, never to its precision."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -173,8 +173,10 @@ class _Batch:
 
     def _visible(self) -> Tensor | None:
         """`[G * W, 1, 1, S]` True, where that is faster than no mask: grouped queries in half precision on a CPU."""
-        implementation = self.model.causal.config._attn_implementation
-        if self.owner.device.type != "cpu" or implementation != "sdpa" or not is_plain(self.cache):
+        config = self.model.causal.config
+        if self.owner.device.type != "cpu" or config._attn_implementation != "sdpa" or not is_plain(self.cache):
+            return None
+        if vars(config).get("alibi"):  # it counts the real tokens of a two-dimensional mask
             return None
         length = self.cache.get_seq_length() + 1
         return torch.ones(1, dtype=torch.bool).expand(len(self.owner), 1, 1, length)

@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
 
 from comlrl_lightning.agents.adapters import REFERENCE, Adapters, Grouping
 from comlrl_lightning.agents.prompts import PromptEncoder
@@ -63,6 +64,8 @@ class LanguageModel(nn.Module):
         self._takes_positions = "position_ids" in accepted
         self.own_head = self._check_head()
         """Whether the logits are just the head's product with the hidden states."""
+        if not self._takes_positions:
+            self._check_padding()
 
     @property
     def causal(self) -> PreTrainedModel:
@@ -85,7 +88,8 @@ class LanguageModel(nn.Module):
         """Every token that ends a completion: the generation settings' and the tokenizer's."""
         ends = self.causal.generation_config.eos_token_id
         listed = ends if isinstance(ends, (list, tuple)) else [ends]
-        return tuple(sorted({int(end) for end in (*listed, self.tokenizer.eos_token_id) if end is not None}))
+        given = {int(end) for end in (*listed, self.tokenizer.eos_token_id) if end is not None}
+        return tuple(sorted(end for end in given if end < self.vocabulary_size))
 
     @property
     def max_positions(self) -> int | None:
@@ -226,6 +230,26 @@ class LanguageModel(nn.Module):
             own = self.head(self.hidden_states(ids, positions))
             return torch.equal(own, self._kept_logits(ids, positions, 3))
 
+    @torch.no_grad()
+    def _check_padding(self) -> None:
+        """Compare a row with the same row behind padding, for models that work out positions by themselves.
+
+        Raises:
+            ValueError: They differ.
+        """
+        ids = torch.arange(8, device=self.device).view(1, 8) % self.vocabulary_size
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        mask[:, :3] = False
+        with nullcontext() if self.adapters is None else self._base():
+            alone = self._kept_logits(ids[:, 3:], ids[:, 3:], 1).float()
+            padded = self._kept_logits(ids, ids, 1, mask).float()
+        tolerance = 0.03 if self.causal.dtype in HALF else 1e-3
+        if not torch.allclose(alone, padded, rtol=0, atol=tolerance * float(alone.abs().max())):
+            raise ValueError(
+                f"{type(self.causal).__name__} takes no position_ids and reads a prompt otherwise when padding stands "
+                "before it, so that answers would depend on the batch. Use a model that takes position_ids."
+            )
+
     def _watching_rows(self, rows: int) -> AbstractContextManager[None]:
         return nullcontext() if self.adapters is None else self.adapters.watching(rows)
 
@@ -271,8 +295,13 @@ class LanguageModel(nn.Module):
 
 
 def switch_off_dropout(network: nn.Module) -> None:
-    """Set every probability of dropout and every amount of training noise to 0, in modules and in their attributes."""
+    """Set every probability of dropout and every amount of training noise to 0, in modules and in their settings."""
     for module in network.modules():
+        config = vars(module).get("config")
+        for name, value in vars(config).items() if isinstance(config, PreTrainedConfig) else ():
+            # Some models read it at every call.
+            if isinstance(value, int | float) and not isinstance(value, bool) and "drop" in name:
+                vars(config)[name] = 0.0
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name, value in vars(module).items():

@@ -46,13 +46,20 @@ class PromptEncoder:
         Raises:
             ValueError: It is empty, too long, or a list of messages without a template to write them.
         """
-        ids = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else self._encode_messages(agent, prompt)
+        ids = self._encode_text(prompt) if isinstance(prompt, str) else self._encode_messages(agent, prompt)
         if not ids:
             raise ValueError(
                 f"The prompt of agent_{agent} is empty: {prompt!r}. Return a text with at least one token."
             )
         limits = [bound for bound in (self.max_tokens, limit) if bound is not None]
         return tuple(self._shorten(agent, ids, min(limits)) if limits and len(ids) > min(limits) else ids)
+
+    def _encode_text(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text).input_ids
+        end = self.tokenizer.eos_token
+        # Some tokenizers end every text: nothing would be left to say.
+        added = end is not None and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id and not text.endswith(end)
+        return ids[:-1] if added else ids
 
     def _encode_messages(self, agent: int, messages: list[dict[str, str]]) -> list[int]:
         if self.tokenizer.chat_template is None:

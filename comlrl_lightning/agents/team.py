@@ -203,10 +203,11 @@ class AgentTeam(nn.Module):
             if model.adapters is None:
                 model.causal.save_pretrained(Path(folder, names[0]))
             else:
-                # Adapters on the head are low-rank factors too: no need to write the whole head.
-                model.adapters.network.save_pretrained(
-                    str(folder), selected_adapters=names, save_embedding_layers=False
-                )
+                with _without_model_card(Path(folder)):
+                    # Adapters on the head are low-rank factors too: no need to write the whole head.
+                    model.adapters.network.save_pretrained(
+                        str(folder), selected_adapters=names, save_embedding_layers=False
+                    )
             for name in names:
                 model.tokenizer.save_pretrained(Path(folder, name))
 
@@ -221,6 +222,18 @@ class AgentTeam(nn.Module):
         finally:
             for module, mode in modes:
                 module.training = mode
+
+
+@contextmanager
+def _without_model_card(folder: Path) -> Iterator[None]:
+    """Undo that PEFT writes a form about a model that nobody filled in next to the agents' folders."""
+    card = folder / "README.md"
+    former = card.read_bytes() if card.exists() else None
+    yield
+    if former is not None:
+        card.write_bytes(former)
+    else:
+        card.unlink(missing_ok=True)
 
 
 def _placed(values: Tensor, rows: Tensor, columns: Tensor, mask: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import FalconConfig, FalconForCausalLM, GenerationConfig, PreTrainedModel
 
 from comlrl_lightning.agents.generation import GenerationRequest
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, Separate
@@ -292,3 +292,18 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
 
 def test_nothing_to_generate() -> None:
     assert shared_team().generate([], GREEDY) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_biases_of_alibi(dtype: torch.dtype) -> None:
+    sizes = {"vocab_size": 259, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = FalconForCausalLM(FalconConfig(**sizes, alibi=True)).to(dtype)
+    team = shared_team(model)
+    answers = team.generate(requests(["hi", "there"]), Sampling(max_new_tokens=5))
+    assert all(completion.token_ids for group in answers for completion in group)
+
+
+def test_end_tokens_beyond_the_vocabulary_are_ignored() -> None:
+    model = tiny_llama()
+    model.generation_config.eos_token_id = [257, 100_000]
+    assert model_of(shared_team(model)).end_ids == (257,)

@@ -11,7 +11,15 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BartConfig,
+    BartForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    PreTrainedModel,
+)
 
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
@@ -312,3 +320,34 @@ def test_a_copied_team_is_a_team_of_its_own() -> None:
     stir(copy, 0.5)
     assert not torch.allclose(scores(copy), before)
     assert torch.equal(scores(team), before)
+
+
+def test_dropout_in_the_configuration_is_off() -> None:
+    # Falcon reads the probability from its configuration in every forward pass.
+    sizes = {"vocab_size": 259, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = FalconForCausalLM(FalconConfig(**sizes, hidden_dropout=0.5, attention_dropout=0.5))
+    team = AgentTeam.build(SharedBase(model, 1, tokenizer=tiny_tokenizer()))
+    team.train()
+    assert model.config.hidden_dropout == model.config.attention_dropout == 0
+    assert torch.equal(scores_of(team, [0]), scores_of(team, [0]))
+
+
+def scores_of(team: AgentTeam, agents: list[int]) -> Tensor:
+    with torch.no_grad():
+        return team.log_probs(written(0, agents), temperature=1.0).log_probs
+
+
+def test_a_model_that_counts_padding_as_positions_is_refused() -> None:
+    sizes = {"vocab_size": 259, "d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4}
+    model = BartForCausalLM(BartConfig(**sizes, decoder_ffn_dim=32, is_decoder=True, is_encoder_decoder=False))
+    with pytest.raises(ValueError, match=r"BartForCausalLM takes no position_ids and .* Use a model that takes"):
+        AgentTeam.build(SharedBase(model, 1, tokenizer=tiny_tokenizer()))
+
+
+def test_saved_agents_come_without_a_blank_model_card(tmp_path: Path) -> None:
+    team = shared_team()
+    team.save(tmp_path / "new")
+    assert sorted(path.name for path in Path(tmp_path, "new").iterdir()) == ["agent_0", "agent_1"]
+    Path(tmp_path, "README.md").write_text("mine")
+    team.save(tmp_path)
+    assert Path(tmp_path, "README.md").read_text() == "mine"

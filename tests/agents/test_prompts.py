@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import pytest
+from tokenizers import processors
 
 from comlrl_lightning.agents.generation import GenerationRequest
 from comlrl_lightning.agents.prompts import PromptEncoder
@@ -94,3 +95,13 @@ def test_team_encodes_for_each_agent() -> None:
     team = shared_team(max_prompt_tokens=3)
     with pytest.warns(UserWarning, match="agent_1 has 6 tokens"):
         assert team.encode(1, "abcde") == team.encode(0, "de")
+
+
+def test_an_end_that_the_tokenizer_appends_is_dropped() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 256), ("<eos>", 257)]
+    )
+    encoder = PromptEncoder(tokenizer)
+    assert encoder.encode(0, "hi") == tuple(tiny_tokenizer()("hi").input_ids)
+    assert encoder.encode(0, "hi<eos>")[-1] == 257
