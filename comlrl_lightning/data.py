@@ -246,7 +246,13 @@ class TaskDataModule(LightningDataModule):
 
     @override
     def predict_dataloader(self) -> TaskLoader | list[TaskLoader]:
-        """The batches of `val_dataloader`."""
+        """The batches of `val_dataloader`.
+
+        Raises:
+            ValueError: If there is no evaluation split.
+        """
+        if not self.has_eval:
+            raise ValueError("eval_dataset=None leaves nothing to predict. Give TaskDataModule an eval_dataset.")
         return self.val_dataloader()
 
     def _open(self, argument: str) -> Split:

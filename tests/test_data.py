@@ -240,8 +240,10 @@ class TestRanks:
 class TestEvaluation:
     def test_without_a_split(self) -> None:
         data = TaskDataModule(rows(1))
-        assert data.val_dataloader() == data.test_dataloader() == data.predict_dataloader() == []
+        assert data.val_dataloader() == data.test_dataloader() == []
         assert not data.has_eval
+        with pytest.raises(ValueError, match=r"eval_dataset=None leaves nothing to predict. Give"):
+            data.predict_dataloader()
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_the_first_rows_read_anew(self, kind: Kind) -> None:
