@@ -8,17 +8,21 @@ import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from jsonargparse import set_parsing_settings
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from comlrl_lightning import callbacks
+from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.algorithms import reinforce
 from comlrl_lightning.algorithms.checks import check_trainer_flags
 from comlrl_lightning.algorithms.cooperative import CooperativeModule
 from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.noise import quiet_libraries
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -39,7 +43,8 @@ class CooperativeParser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        super().error(f"{message}\n\n{cause}" if (cause := cause_of(message)) else message, ex)
+        plain = re.sub(r"\n *Given value(?: type: .*_namespace\.Namespace'>|: Namespace\(.*)(?=\n|$)", "", message)
+        super().error(f"{plain}\n\n{cause}" if (cause := cause_of(message)) else plain, ex)
 
 
 class CooperativeCLI(LightningCLI):
@@ -88,9 +93,27 @@ class CooperativeCLI(LightningCLI):
 
     def predict(self, **kwargs: Any) -> None:
         """Sample joint completions for the evaluation split and write them to ``--output``."""
+        self._warn_if_untrained()
         writer = callbacks.JSONPredictions(self._get(self.config, "output"))
         self.trainer.callbacks.append(writer)  # type: ignore[attr-defined]
         self.trainer.predict(**kwargs)
+        if self.trainer.is_global_zero:
+            print(f"{writer.num_items} items written to {writer.path}")
+
+    def before_validate(self) -> None:
+        """Say when what is measured was never trained."""
+        self._warn_if_untrained()
+
+    before_test = before_validate
+
+    def _warn_if_untrained(self) -> None:
+        agents: SharedBase | Separate = self.model.agents
+        starts_fresh = isinstance(agents, SharedBase) and agents.adapters is None
+        if starts_fresh and self._get(self.config_init, "ckpt_path") is None:
+            rank_zero_warn(
+                "The agents are untrained: their adapters are fresh. "
+                "Pass --ckpt_path CHECKPOINT, or --model.agents.adapters FOLDER as save_agents wrote it."
+            )
 
     @contextmanager
     def _telling_mistakes(self) -> Iterator[None]:
@@ -117,12 +140,38 @@ def _raised_in(error: BaseException) -> str:
 def cause_of(message: str) -> str:
     """One sentence on what a long message of the parser comes from, with a name that may have been meant; or ``""``."""
     key = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
+    if not key:
+        return ""
+    if missing := re.findall(r"the following arguments are required: (.+)", message):
+        return f"{key}: {missing[-1]} must be given. Add {flags(key, missing[-1])}, or a file with --config FILE."
     for pattern, meaning in MISTAKES:
-        if key and (found := re.findall(pattern, message)):
+        if found := re.findall(pattern, message):
             name = str(found[-1])
-            close = difflib.get_close_matches(name.rpartition(".")[2], known_names(), n=1)
+            if name in settings_of_candidates(message):
+                return wrong_value(key, name, message)
+            close = difflib.get_close_matches(name.rpartition(".")[2], set(known_names()) - {name}, n=1)
             return f"{key}: {name} {meaning}. {f'Did you mean {close[0]}?' if close else 'Correct it.'}"
     return ""
+
+
+def flags(key: str, names: str) -> str:
+    """The flags of some settings, named with commas between them."""
+    return " ".join(f"--{key}.{name}" for name in names.split(", "))
+
+
+def settings_of_candidates(message: str) -> set[str]:
+    """Settings of the classes that the parser tried a value on."""
+    classes = map(resolve_name, re.findall(r"given class_path '([\w.]+)'", message))
+    return {name for cls in classes for name in inspect.signature(cls).parameters}
+
+
+def wrong_value(key: str, name: str, message: str) -> str:
+    """What a setting takes, where the message says so."""
+    types = re.search(rf'Parser key "{name}":\s+Does not validate.*\s+Subtypes: \[(.*)\]', message)
+    if types is None:
+        return ""
+    plain = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", types[1]).replace("NoneType", "None")
+    return f"{key}: the value is none of {plain}. Correct it."
 
 
 def known_names() -> list[str]:
@@ -131,6 +180,7 @@ def known_names() -> list[str]:
         cls for cls in vars(reinforce).values() if inspect.isclass(cls) and issubclass(cls, CooperativeModule)
     ]
     settings = {name for cls in algorithms for name in inspect.signature(cls).parameters}
+    settings |= {name for cls in (SharedBase, Separate, Sampling) for name in inspect.signature(cls).parameters}
     settings |= {*inspect.signature(CooperativeModule).parameters, *inspect.signature(TaskDataModule).parameters}
     return sorted({*settings, *callbacks.__all__, *(cls.__name__ for cls in algorithms)})
 
@@ -141,4 +191,5 @@ def main(args: ArgsType = None) -> None:
     Args:
         args: The arguments, in place of those of the process.
     """
+    quiet_libraries()
     CooperativeCLI(args)

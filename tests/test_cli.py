@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -188,13 +189,38 @@ def test_validate_and_test_measure_the_same(config: str, capsys: pytest.CaptureF
     assert len(tables[0]) == 1
 
 
-def test_predict_writes_joint_completions(config: str, tmp_path: Path) -> None:
+def test_predict_writes_joint_completions(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["predict", "--config", config, "--output", str(tmp_path / "out" / "joint.jsonl")])
+    assert f"2 items written to {tmp_path / 'out' / 'joint.jsonl'}\n" in capsys.readouterr().out
     records = [json.loads(line) for line in (tmp_path / "out" / "joint.jsonl").read_text().splitlines()]
     assert [(record["index"], record["turn"]) for record in records] == [(0, 1), (1, 1)]
     assert records[0]["prompts"][1] == "Write a detailed response to this task:\nInvent a new type of fruit."
     assert len(records[0]["completions"]) == 2
     assert 0 <= records[0]["reward"] <= 1
+
+
+def test_untrained_agents_are_told_from_trained_ones(config: str, tmp_path: Path) -> None:
+    main(["fit", "--config", config, "--trainer.limit_train_batches", "1"])
+    with pytest.warns(UserWarning, match="The agents are untrained: their adapters are fresh"):
+        main(["validate", "--config", config])
+    folders = [f"--model.agents.adapters+={tmp_path / 'agents' / name}" for name in ("agent_0", "agent_1")]
+    for trained in (folders, ["--ckpt_path", str(tmp_path / "saved" / "batch-000001.ckpt")]):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            main(["validate", "--config", config, *trained])
+        assert not [warning for warning in caught if "untrained" in str(warning.message)]
+
+
+def test_screen_has_no_hints_of_other_products(config: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "comlrl_lightning", "fit", "--config", config, "--trainer.limit_train_batches=1"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    noise = ("litlogger", "litmodels", "LeafSpec", "No seed found", "Loading weights", "logging interval")
+    assert [text for text in noise if text in run.stdout + run.stderr] == []
+    assert "Seed set to 0" in run.stderr
 
 
 def test_help_of_an_algorithm_says_what_its_settings_mean(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,6 +253,8 @@ def test_printed_configuration_names_functions_by_import_path(config: str, capsy
         ("data.train_dataset", "nosuch.items", "train_dataset='nosuch.items' is not the import path of a function"),
         ("model.num_generation", "3", "model: num_generation is not a setting. Did you mean num_generations?"),
         ("model", "MAGRP", "model: MAGRP is neither a known name nor an import path. Did you mean MAGRPO?"),
+        ("model.agents.adapters", "3", "model.agents.adapters: the value is none of list[str]"),
+        ("model.agents.num_agent", "3", "model.agents: num_agent is not a setting. Did you mean num_agents?"),
         ("trainer.gradient_clip_val", "1", "Leave it out and use max_grad_norm, which clips each agent by itself."),
         ("trainer.accumulate_grad_batches", "2", "use rollout_buffer_size and train_batch_size"),
         ("model.num_generations", "1", r"MAGRPO(num_generations=1) compares a completion with itself"),
@@ -238,6 +266,20 @@ def test_mistakes_end_with_their_cause(
     error = error_of(capsys, "fit", "--config", config, f"--{flag}", value)
     assert message in error.splitlines()[-1]
     assert "Traceback" not in error
+
+
+def test_missing_settings_are_named_last_and_nothing_is_dumped(capsys: pytest.CaptureFixture[str]) -> None:
+    error = error_of(capsys, "fit", "--model", "MAGRPO")
+    assert error.splitlines()[-1] == (
+        "model: agents, reward_func must be given. "
+        "Add --model.agents --model.reward_func, or a file with --config FILE."
+    )
+    assert "Namespace(" not in error
+
+
+def test_setting_of_another_class_is_none_here(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "MAREINFORCE", "--model.agents", "SharedBase", "--model.joint_mod", "cross"]
+    assert "joint_mod is not a setting. Did you mean joint_mode?" in error_of(capsys, "fit", *arguments)
 
 
 def test_messages_without_a_known_cause_stay_as_they_are() -> None:
