@@ -71,9 +71,9 @@ class Formatters:
         function, place = self._functions[agent], Place(item, item_index, turn)
         prompt: Prompt
         if external_prompt is None:
-            prompt = function(place, deepcopy(dict(item)))
+            prompt = function(place, _copied(item, place))
         else:
-            changed = deepcopy({**item, "prompt": external_prompt})
+            changed = {**_copied(item, place), "prompt": external_prompt}
             prompt = function(place, changed, external_prompts=external_prompt)
         if not isinstance(prompt, str) and not _is_chat(prompt):
             raise ValueError(
@@ -130,7 +130,7 @@ class RewardFunction:
         """
         place, function = Place(item, item_index, turn), self._function
         lists = [list(texts) for texts in completions]
-        values = function(place, *lists, batch_items=[deepcopy(dict(item))], prompts=deepcopy([*prompts]), turn=turn)
+        values = function(place, *lists, batch_items=[_copied(item, place)], prompts=deepcopy([*prompts]), turn=turn)
         rewards = finite_floats(values, len(completions[0]), function.label, place)
         if (processor := self._processor) is None:
             return rewards
@@ -190,12 +190,12 @@ class Transition:
         place = Place(item, item_index, turn)
         prompts = self._function(
             place,
-            prompt=item.get("prompt", ""),
+            prompt=deepcopy(item.get("prompt", "")),
             agent_completions=list(agent_completions),
             num_agents=self._num_agents,
             prompt_history_per_agent=[deepcopy([*history]) for history in prompt_history_per_agent],
             response_history_per_agent=[list(history) for history in response_history_per_agent],
-            item=deepcopy(dict(item)),
+            item=_copied(item, place),
         )
         fits = isinstance(prompts, list | tuple) and len(prompts) == self._num_agents
         if not fits or not all(isinstance(prompt, str) for prompt in prompts):
@@ -204,6 +204,14 @@ class Transition:
                 f"Return a list or tuple of {self._num_agents} texts, one per agent."
             )
         return tuple(map(str, prompts))
+
+
+def _copied(item: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """A copy of a task item that a function may change."""
+    try:
+        return deepcopy(dict(item))
+    except TypeError as error:
+        raise ValueError(f"{place} cannot be copied: {error}. Keep such objects out of task items.") from error
 
 
 def plain_prompt(prompt: Prompt) -> Prompt:

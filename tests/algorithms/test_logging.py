@@ -32,6 +32,9 @@ def training_rows(logger: MemoryLogger) -> list[tuple[int | None, dict[str, floa
 
 
 class TestTable:
+    def test_one_line_describes_it(self) -> None:
+        assert repr(MetricTable(["a", "b"])) == "MetricTable(2 keys)"
+
     def test_it_averages_by_weight_and_forgets(self) -> None:
         table = MetricTable(["a", "b"], prefix="eval/")
         table.update("a", 2.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -131,3 +132,8 @@ def test_prompts_are_builtin_texts() -> None:
     )
     rollouts = collector.collect([{"prompt": np.str_("p")}], [0])
     assert [type(node.prompts[0]) for node in rollouts.nodes] == [str, str]
+
+
+def test_an_item_that_cannot_be_copied_is_named() -> None:
+    with pytest.raises(ValueError, match=r"task item 3 .* cannot be copied: .*lock.* Keep such objects out"):
+        make_collector(FakeTeam(1)).collect([{"prompt": "p", "lock": threading.Lock()}], [3])
