@@ -184,6 +184,8 @@ class TaskDataModule(LightningDataModule):
         _check_positive("eval_batch_size", eval_batch_size)
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ValueError(f"seed={seed!r} is not a seed. Give a whole number from 0 on.")
+        if not isinstance(shuffle, bool):
+            raise ValueError(f"shuffle={shuffle!r} is neither True nor False. Use one of them.")
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.eval_num_samples = eval_num_samples

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
+from comlrl_lightning.calls import short
 from comlrl_lightning.data import TaskDataModule
 
 if TYPE_CHECKING:
@@ -32,7 +34,11 @@ def evaluate(
 
     Returns:
         Metric values by key, those of ``trainer.validate``; empty without an evaluation split.
+
+    Raises:
+        ValueError: If an argument is of another kind, training runs, or the trainer of the fit evaluates nothing.
     """
+    _check(data, callbacks, seed)
     if not data.has_eval:
         return {}
     with _settings(module, data, num_eval_samples, seed):
@@ -47,10 +53,26 @@ def evaluate(
     return {key: value for key, value in results[0].items() if key.startswith("eval/")}
 
 
+def _check(data: object, callbacks: object, seed: object) -> None:
+    if not isinstance(data, TaskDataModule):
+        raise ValueError(f"data={short(data)} is no TaskDataModule. Use TaskDataModule(..., eval_dataset=...).")
+    if callbacks is not None and not isinstance(callbacks, Sequence):
+        raise ValueError(f"callbacks={short(callbacks)} is no list. Put it into one.")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+        raise ValueError(f"seed={seed!r} is not a seed. Give a whole number from 0 on.")
+
+
 def _trainer(module: CooperativeModule) -> Trainer:
     """The trainer of the last fit, or a plain one that writes nothing."""
-    if module.fit_trainer is not None:
-        return module.fit_trainer
+    trainer = module.fit_trainer
+    if trainer is not None:
+        if trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING:
+            raise ValueError("evaluate(...) cannot run inside a fit. Use the callback EvalInterval.")
+        if trainer.limit_val_batches == 0:
+            raise ValueError(
+                "Trainer(limit_val_batches=0), which barebones=True implies, evaluates nothing. Leave it out."
+            )
+        return trainer
     return Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 
 

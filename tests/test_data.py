@@ -237,6 +237,11 @@ class TestRanks:
         assert [batch.indices for batch in data.val_dataloader()] == [[1], []]  # type: ignore[union-attr]
 
 
+def test_shuffle_is_true_or_false() -> None:
+    with pytest.raises(ValueError, match=r"shuffle='no' is neither True nor False"):
+        TaskDataModule(rows(1), shuffle="no")  # type: ignore[arg-type]
+
+
 class TestEvaluation:
     def test_without_a_split(self) -> None:
         data = TaskDataModule(rows(1))
