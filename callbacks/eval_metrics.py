@@ -8,8 +8,9 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.support import EVAL_PREFIX, as_numbers, rollout_source
+from comlrl_lightning.callbacks.support import EVAL_PREFIX, as_numbers, check_names, rollout_source
 from comlrl_lightning.calls import UserFunction
+from comlrl_lightning.metrics import evaluation_keys
 from comlrl_lightning.rollouts.types import Rollouts, RolloutSource
 
 LOGGER_KEYWORDS = ("agent_completions_turns", "batch_items", "prompts")
@@ -78,8 +79,10 @@ class EvalMetrics(Callback):
         rows = self._eval_logger(
             place, agent_completions_turns=completions, batch_items=list(rollouts.items), prompts=prompts
         )
-        metrics = self._eval_aggregator(place, rows, num_turns=source.num_turns)
-        return as_numbers(metrics, self._eval_aggregator.label)
+        returned = self._eval_aggregator(place, rows, num_turns=source.num_turns)
+        metrics = as_numbers(returned, self._eval_aggregator.label)
+        check_names(metrics, evaluation_keys(source.num_turns, with_kl=True), self._eval_aggregator.label)
+        return metrics
 
 
 def completion_texts(rollouts: Rollouts, num_agents: int, num_turns: int) -> list[list[list[str]]]:

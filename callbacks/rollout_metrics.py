@@ -10,9 +10,10 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.support import EVAL_PREFIX, as_numbers, rollout_source
+from comlrl_lightning.callbacks.support import EVAL_PREFIX, as_numbers, check_names, rollout_source
 from comlrl_lightning.calls import UserFunction
 from comlrl_lightning.distributed import gather_objects
+from comlrl_lightning.metrics import evaluation_keys, training_keys
 from comlrl_lightning.rollouts.types import Node, Prompt, Rollouts
 
 
@@ -62,7 +63,8 @@ class RolloutMetrics(Callback):
     ) -> None:
         source = rollout_source(pl_module, self)
         records = [] if source.rollouts is None else rollout_records(source.rollouts)
-        metrics = [self._measure(records, source.env_step)] if records else []
+        own = training_keys(source.num_turns, source.num_agents, with_kl=True)
+        metrics = [self._measure(records, source.env_step, own)] if records else []
         if logged := means(gather_objects(metrics)):
             source.log_now(logged)
 
@@ -84,13 +86,16 @@ class RolloutMetrics(Callback):
             for node in rollouts.nodes:
                 per_item[node.task].append(node)
             records = (rollout_records(rollouts, nodes) for nodes in per_item.values())
-            mine = means(self._measure(item_records, source.env_step) for item_records in records)
+            own = evaluation_keys(source.num_turns, with_kl=True)
+            mine = means(self._measure(item_records, source.env_step, own) for item_records in records)
         metrics = trainer.strategy.broadcast(mine)
         pl_module.log_dict({EVAL_PREFIX + key: value for key, value in metrics.items()})
 
-    def _measure(self, records: list[RolloutRecord], env_step: int) -> dict[str, float]:
-        metrics = self._metrics_callback(f"the records at env_step {env_step}", records)
-        return as_numbers(metrics, self._metrics_callback.label)
+    def _measure(self, records: list[RolloutRecord], env_step: int, own: list[str]) -> dict[str, float]:
+        returned = self._metrics_callback(f"the records at env_step {env_step}", records)
+        metrics = as_numbers(returned, self._metrics_callback.label)
+        check_names(metrics, own, self._metrics_callback.label)
+        return metrics
 
 
 def rollout_records(rollouts: Rollouts, nodes: Sequence[Node] | None = None) -> list[RolloutRecord]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,31 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     part = path.with_name(f".{path.stem}.part{path.suffix}")
     write(part)
     os.replace(part, path)
+
+
+def check_count(callback: str, name: str, value: object) -> None:
+    """Refuse what is not a number of batches.
+
+    Raises:
+        ValueError: If `value` is not a whole number from 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{callback}({name}={value!r}) is not a whole number from 1. Use at least 1.")
+
+
+def check_names(metrics: Mapping[str, float], own: Iterable[str], source: str) -> None:
+    """Refuse metrics that would take the place of the library's.
+
+    Args:
+        metrics: What a user's function returned.
+        own: Names that the library logs itself.
+        source: Label of the function.
+
+    Raises:
+        ValueError: If a name is taken.
+    """
+    if taken := sorted({*own, "env_step", "step"} & set(metrics)):
+        raise ValueError(f"{source} returned {taken}, which are metrics of the library. Use other names.")
 
 
 def as_numbers(metrics: object, source: str) -> dict[str, float]:

@@ -115,3 +115,10 @@ def test_needs_a_module_that_keeps_rollouts(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, EvalMetrics(response_chars, mean_rows))
     with pytest.raises(ValueError, match="EvalMetrics needs a module that keeps its rollouts, got Plain"):
         trainer.validate(Plain(), data(), verbose=False)
+
+
+@pytest.mark.parametrize("name", ["turn_1/reward_mean", "turn_2/reference_kl_mean", "final_reward_mean", "step"])
+def test_names_of_the_library_are_taken(tmp_path: Path, name: str) -> None:
+    metrics = EvalMetrics(lambda: None, lambda rows: {name: 1.0})
+    with pytest.raises(ValueError, match=rf"returned \['{name}'\], which are metrics of the library"):
+        quiet_trainer(tmp_path, metrics).validate(FakeModule(), data(), verbose=False)

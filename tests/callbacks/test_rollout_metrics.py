@@ -63,3 +63,11 @@ def test_records_hold_what_their_joint_completion_got() -> None:
 def test_signature_is_checked_at_construction() -> None:
     with pytest.raises(ValueError, match=r"metrics_callback=.*cannot be called with a list of records"):
         RolloutMetrics(lambda: {})  # type: ignore[misc, arg-type]
+
+
+def test_names_of_the_library_are_taken(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"returned \['agent_1/loss'\], which are metrics of the library"):
+        quiet_trainer(tmp_path, RolloutMetrics(lambda records: {"agent_1/loss": 1.0})).fit(FakeModule(), data(1, 0))
+    callback = RolloutMetrics(lambda records: {"final_reward_mean": 1.0})
+    with pytest.raises(ValueError, match=r"returned \['final_reward_mean'\], which are metrics of the library"):
+        quiet_trainer(tmp_path, callback).validate(FakeModule(), data(), verbose=False)
