@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -11,9 +11,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from comlrl_lightning.callbacks.support import EVAL_PREFIX
-
-if TYPE_CHECKING:
-    from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.calls import short
+from comlrl_lightning.data import TaskBatch
 
 NEVER = 10**9
 
@@ -62,6 +61,11 @@ class EvalInterval(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TaskBatch, batch_idx: int
     ) -> None:
+        if not isinstance(batch, TaskBatch):
+            raise ValueError(
+                f"Trainer.fit(...) got batches like {short(batch)}, which are no task items of known position. "
+                "Give it a TaskDataModule."
+            )
         place = (batch.epoch, batch.start)
         # A checkpoint saved at the end of an evaluation resumes right here, with that evaluation done.
         if self.is_due(batch.start, batch.stop) and place != self._finished:

@@ -126,3 +126,8 @@ def test_early_stopping_looks_at_each_evaluation_wherever_it_stands(tmp_path: Pa
     # The reward rises with env_step: the second evaluation is the first that is not lower.
     assert stop.wait_count == 1
     assert trace.events.count("V") == 2
+
+
+def test_batches_of_another_kind_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"got batches like 1.*Give it a TaskDataModule"):
+        quiet_trainer(tmp_path, EvalInterval(1)).fit(FakeModule(), [1, 2])
