@@ -9,15 +9,19 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.support import is_rehearsal, run_folder
+from comlrl_lightning.callbacks.support import check_count, is_rehearsal, run_folder
 
 
 class BatchCheckpoint(Checkpoint):
     """Save a checkpoint every so many training batches, also while the rollout buffer fills.
 
     Lightning's `ModelCheckpoint` skips a save when no optimizer step happened since the last one; this one does not.
+    It takes the place of the one that Lightning adds by itself, and like that one does not go together with
+    `Trainer(enable_checkpointing=False)`; a `fast_dev_run` saves nothing.
+
     Files are called ``batch-000012.ckpt`` after the batches trained since the run began, over all epochs.
 
     Args:
@@ -37,8 +41,8 @@ class BatchCheckpoint(Checkpoint):
     def __init__(self, every_n_batches: int = 1, keep: int | None = 1, dirpath: str | Path | None = None) -> None:
         super().__init__()
         for name, value in (("every_n_batches", every_n_batches), ("keep", keep)):
-            if value is not None and value < 1:
-                raise ValueError(f"BatchCheckpoint({name}={value}) is not a whole number from 1. Use at least 1.")
+            if name != "keep" or value is not None:
+                check_count("BatchCheckpoint", name, value)
         self._every_n_batches = every_n_batches
         self._keep = keep
         self._dirpath = None if dirpath is None else Path(dirpath)
@@ -55,14 +59,23 @@ class BatchCheckpoint(Checkpoint):
         return Path(self._saved[-1]) if self._saved else None
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        folder = self._folder(trainer)
+        others = [] if trainer.ckpt_path else [path for path in folder.glob("batch-*") if str(path) not in self._saved]
+        if others:
+            rank_zero_warn(
+                f"BatchCheckpoint: {folder} holds {len(others)} checkpoints of another run, which this one may replace "
+                "and does not remove. Use another dirpath, or resume with ckpt_path."
+            )
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         num_batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         if num_batches % self._every_n_batches or is_rehearsal(trainer):
             return
-        folder = self._dirpath or Path(trainer.strategy.broadcast(run_folder(trainer))) / "checkpoints"
-        self._save(trainer, folder / f"batch-{num_batches:06d}.ckpt")
+        self._save(trainer, self._folder(trainer) / f"batch-{num_batches:06d}.ckpt")
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -71,6 +84,9 @@ class BatchCheckpoint(Checkpoint):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = list(state_dict["saved"])
+
+    def _folder(self, trainer: Trainer) -> Path:
+        return self._dirpath or Path(trainer.strategy.broadcast(run_folder(trainer))) / "checkpoints"
 
     def _save(self, trainer: Trainer, path: Path) -> None:
         """Save under another name first: whoever looks for checkpoints finds whole ones only."""

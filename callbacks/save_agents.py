@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.support import is_rehearsal, rollout_source
+from comlrl_lightning.callbacks.support import check_count, is_rehearsal, rollout_source, run_folder
 
 
 class SaveAgents(Callback):
@@ -20,7 +20,7 @@ class SaveAgents(Callback):
     far stand in ``folder/best``, with `every_n_batches` those after n batches in ``folder/batch-000012`` and so on.
 
     Args:
-        folder: Where the folders of the agents go.
+        folder: Where the folders of the agents go; None takes ``agents`` in the folder of the run.
         every_n_batches: Training batches of this rank between two saves; None saves at the end only.
         monitor: Evaluation metric that decides which agents are best, for example ``eval/final_reward_mean``.
         mode: Whether more (``max``) or less (``min``) of `monitor` is better.
@@ -35,19 +35,18 @@ class SaveAgents(Callback):
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Path | None = None,
         every_n_batches: int | None = None,
         monitor: str | None = None,
         mode: Literal["max", "min"] = "max",
     ) -> None:
         super().__init__()
-        if every_n_batches is not None and every_n_batches < 1:
-            raise ValueError(
-                f"SaveAgents(every_n_batches={every_n_batches}) is not a whole number from 1. Use None or more."
-            )
+        if every_n_batches is not None:
+            check_count("SaveAgents", "every_n_batches", every_n_batches)
         if mode not in ("max", "min"):
             raise ValueError(f"SaveAgents(mode={mode!r}) is neither 'max' nor 'min'. Use one of them.")
-        self._folder = Path(folder)
+        self._given_folder = None if folder is None else str(folder)
+        self._folder = Path(folder or "agents")
         self._every_n_batches = every_n_batches
         self._monitor = monitor
         self._is_better = operator.gt if mode == "max" else operator.lt
@@ -56,7 +55,17 @@ class SaveAgents(Callback):
     @property
     @override
     def state_key(self) -> str:
-        return self._generate_state_key(folder=str(self._folder), monitor=self._monitor)
+        return self._generate_state_key(folder=self._given_folder, monitor=self._monitor)
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._given_folder is None:
+            self._folder = Path(trainer.strategy.broadcast(run_folder(trainer))) / "agents"
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.ckpt_path is None and rollout_source(pl_module, self).env_step == 0:
+            self._best = None
 
     @override
     def on_train_batch_end(

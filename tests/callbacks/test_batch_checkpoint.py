@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,22 @@ def test_half_written_checkpoint_has_another_name(tmp_path: Path) -> None:
     assert names(tmp_path / "saved") == ["batch-000001.ckpt"]
 
 
-@pytest.mark.parametrize(("name", "value"), [("every_n_batches", 0), ("keep", 0)])
-def test_counts_start_at_one(name: str, value: int) -> None:
-    with pytest.raises(ValueError, match=rf"BatchCheckpoint\({name}=0\) is not a whole number from 1"):
+def test_folder_of_another_run_is_warned_of(tmp_path: Path) -> None:
+    def run(ckpt_path: Path | None = None) -> None:
+        trainer = quiet_trainer(tmp_path, BatchCheckpoint(dirpath=tmp_path), max_epochs=2, enable_checkpointing=True)
+        trainer.fit(FakeModule(), data(2, 0), ckpt_path=ckpt_path)
+
+    run()
+    with pytest.warns(UserWarning, match=r"holds 1 checkpoints of another run.*Use another dirpath"):
+        run()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(ckpt_path=tmp_path / "batch-000004.ckpt")
+    assert not [warning for warning in caught if "another run" in str(warning.message)]
+
+
+@pytest.mark.parametrize("value", [0, "4", 1.5, True])
+@pytest.mark.parametrize("name", ["every_n_batches", "keep"])
+def test_counts_are_whole_numbers_from_one(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"BatchCheckpoint\({name}={value!r}\) is not a whole number from 1"):
         BatchCheckpoint(**{name: value})  # type: ignore[arg-type]

@@ -35,6 +35,19 @@ def test_best_agents_so_far(tmp_path: Path, mode: str, num_saves: int) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["agent_0", "agent_1", "best"]
 
 
+def test_default_folder_is_that_of_the_run(tmp_path: Path) -> None:
+    quiet_trainer(tmp_path, SaveAgents()).fit(FakeModule(), data(1, 0))
+    assert sorted(path.name for path in (tmp_path / "agents").iterdir()) == ["agent_0", "agent_1"]
+
+
+def test_new_run_forgets_the_best(tmp_path: Path) -> None:
+    save = SaveAgents(tmp_path, monitor=KEY, mode="min")
+    for _ in range(2):
+        module = FakeModule()
+        quiet_trainer(tmp_path, EvalInterval(2), save).fit(module, data(2))
+        assert module.saved[0] == ".best.part"
+
+
 def test_resumed_run_remembers_the_best() -> None:
     save = SaveAgents("agents", monitor=KEY)
     save.load_state_dict({"best": 3.0})
@@ -48,7 +61,8 @@ def test_unknown_monitor_is_an_error(tmp_path: Path) -> None:
 
 
 def test_arguments_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"every_n_batches=0\) is not a whole number from 1"):
-        SaveAgents("agents", every_n_batches=0)
+    for value in (0, "a"):
+        with pytest.raises(ValueError, match=rf"SaveAgents\(every_n_batches={value!r}\) is not a whole number from 1"):
+            SaveAgents("agents", every_n_batches=value)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"mode='best'\) is neither 'max' nor 'min'"):
         SaveAgents("agents", mode="best")  # type: ignore[arg-type]
