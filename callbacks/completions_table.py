@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class CompletionsTable(Callback):
 
     Args:
         path: The JSON-lines file; None takes ``completions.jsonl`` in the folder of the run.
-        num_on_screen: Rows shown on screen at each evaluation; 0 shows none.
+        num_on_screen: Items shown on screen, with all their turns, at each evaluation; 0 shows none.
 
     Raises:
         ValueError: If `num_on_screen` is negative or `path` does not end in ``.jsonl``.
@@ -48,7 +49,7 @@ class CompletionsTable(Callback):
             raise ValueError(f"CompletionsTable(path={str(path)!r}) does not name JSON lines. End it in .jsonl.")
         if num_on_screen < 0:
             raise ValueError(
-                f"CompletionsTable(num_on_screen={num_on_screen}) is negative. Use 0 for no rows on screen."
+                f"CompletionsTable(num_on_screen={num_on_screen}) is negative. Use 0 for no items on screen."
             )
         self._path = None if path is None else Path(path)
         self._history: History
@@ -75,7 +76,8 @@ class CompletionsTable(Callback):
 
     def _write(self, trainer: Trainer, pl_module: LightningModule) -> None:
         source = rollout_source(pl_module, self)
-        rows = completion_rows(source.evaluation_rollouts())
+        rollouts = source.evaluation_rollouts()
+        rows = completion_rows(rollouts)
         if not trainer.is_global_zero:
             return
         if not is_rehearsal(trainer):
@@ -84,7 +86,10 @@ class CompletionsTable(Callback):
             if isinstance(logger, WandbLogger):
                 _log_table(logger, source.env_step, rows)
         if may_print(trainer) and self._num_on_screen:
-            show(rows[: self._num_on_screen], title=f"Evaluation at env_step {source.env_step}")
+            tasks = task_texts(rollouts, self._num_on_screen)
+            show(
+                [row for row in rows if row["index"] in tasks], tasks, title=f"Evaluation at env_step {source.env_step}"
+            )
 
     def _record(self, trainer: Trainer, env_step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         if has_fitted(trainer):
@@ -114,17 +119,26 @@ def prompt_text(prompt: Prompt) -> str:
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
-def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
+def task_texts(rollouts: Rollouts, num_items: int) -> dict[int, str]:
+    """What the first items ask, by their index: their field ``prompt``, else the first agent's prompt."""
+    first = {node.task: prompt_text(node.prompts[0]) for node in rollouts.nodes if node.turn == 1}
+    pairs = list(zip(rollouts.indices, rollouts.items, strict=True))[:num_items]
+    return {index: str(item.get("prompt", first.get(task, ""))) for task, (index, item) in enumerate(pairs)}
+
+
+def show(rows: Sequence[Mapping[str, Any]], tasks: Mapping[int, str], title: str) -> None:
     """Print rows of completions on the console that progress bars use, so that a live bar stays whole."""
     from rich import get_console
     from rich.table import Table
     from rich.text import Text
 
     num_agents = max((len(row["completions"]) for row in rows), default=0)
-    table = Table("item", "turn", *(f"agent {agent}" for agent in range(num_agents)), "reward", title=title)
-    for row in rows:
+    table = Table("item", "task", "turn", *(f"agent {agent}" for agent in range(num_agents)), "reward", title=title)
+    for row, following in zip_longest(rows, rows[1:]):
         texts = (Text(text) for text in row["completions"])
-        table.add_row(str(row["index"]), str(row["turn"]), *texts, f"{row['reward']:.3f}", end_section=True)
+        item = (str(row["index"]), Text(tasks[row["index"]])) if row["turn"] == 1 else ("", "")
+        is_last = following is None or following["index"] != row["index"]
+        table.add_row(*item, str(row["turn"]), *texts, f"{row['reward']:.3f}", end_section=is_last)
     get_console().print(table)
 
 

@@ -40,7 +40,7 @@ class RolloutProgress(Callback):
         if progress is None or not progress.live.is_started:
             return
         self._most_rows = max(self._most_rows, rows_running)
-        text = f"turn {turn}/{self._num_turns}: {rows_running} rows running"
+        text = f"sampling turn {turn}/{self._num_turns}, {rows_running} left"
         if self._task not in progress.task_ids:
             self._task = progress.add_task(text, total=self._most_rows)
         done = self._most_rows - rows_running

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 from comlrl_lightning.callbacks import CompletionsTable, EvalInterval, RolloutProgress
-from comlrl_lightning.callbacks.completions_table import prompt_text
+from comlrl_lightning.callbacks.completions_table import prompt_text, show
 from comlrl_lightning.data import TaskBatch
 from comlrl_lightning.loggers import TaskWandbLogger
 from comlrl_lightning.rollouts.types import RolloutListener
@@ -53,8 +53,12 @@ def test_table_as_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     }
     printed = capsys.readouterr().out
     assert "Evaluation at env_step 6" in printed
-    assert "a1 of task 0 t1" in printed
-    assert "a1 of task 1 t1" not in printed
+    words = " ".join(printed.split())
+    # One item with its task, both of its turns together, and not the next item.
+    assert printed.count("task 0 ") >= 2
+    assert "t1" in words
+    assert "t2" in words
+    assert "task 1" not in printed
 
 
 def test_new_run_starts_a_new_file(tmp_path: Path) -> None:
@@ -154,9 +158,9 @@ def test_rollout_progress_is_a_task_under_the_rich_bar(tmp_path: Path) -> None:
     quiet_trainer(tmp_path, bar, progress, EvalInterval(0), enable_progress_bar=True).fit(module, data(1, 0))
     # The task is gone when the batch ends.
     assert module.descriptions == [
-        "turn 2/2: 8 rows running 0/8",
-        "turn 2/2: 3 rows running 5/8",
-        "turn 2/2: 0 rows running 8/8",
+        "sampling turn 2/2, 8 left 0/8",
+        "sampling turn 2/2, 3 left 5/8",
+        "sampling turn 2/2, 0 left 8/8",
     ]
 
 
@@ -166,3 +170,16 @@ def test_rollout_progress_needs_a_live_rich_bar(tmp_path: Path, bar: TQDMProgres
     trainer = quiet_trainer(tmp_path, RolloutProgress(), *bars, enable_progress_bar=bar is not None)
     trainer.fit(module, data(1, 0))
     assert module.descriptions == []
+
+
+def test_both_turns_of_an_item_stand_together_under_its_task(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"index": index, "turn": turn, "completions": [f"c{index}{turn}"], "reward": 0.5}
+        for index, turn in ((4, 1), (4, 2), (7, 1))
+    ]
+    show(rows, {4: "Invent a fruit.", 7: "Invent a nut."}, title="Evaluation")
+    body = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("│", "├"))]
+    # Two turns, a line between items, the next item.
+    assert ["c41" in body[0], "c42" in body[1], body[2][0], "c71" in body[3]] == [True, True, "├", True]
+    assert "Invent a fruit." in body[0]
+    assert "Invent" not in body[1]
