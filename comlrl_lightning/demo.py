@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import warnings
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from comlrl_lightning.callbacks import (
     RolloutProgress,
     SaveAgents,
 )
+from comlrl_lightning.noise import quiet_libraries
 from comlrl_lightning.tasks import length_ratio
 
 
@@ -80,16 +82,18 @@ def demo(model: str | None, seed: int, out: Path, max_epochs: int = 6) -> dict[s
         ],
     )
     trainer.fit(module, data)
-    after = evaluate(module, data)["eval/final_reward_mean"]
+    metrics = evaluate(module, data)
     rewards = [reward for _, reward in curve.training_points[1]]
     quarter = len(rewards) // 4
     before = curve.evaluation_points[1][0][1]
-    return {
+    summary = {
         "before": before,
-        "after": after,
+        "after": metrics["eval/final_reward_mean"],
         "first_quarter": fmean(rewards[:quarter]),
         "last_quarter": fmean(rewards[-quarter:]),
     }
+    (out / "metrics.json").write_text(json.dumps({**summary, **metrics}, indent=2) + "\n")
+    return summary
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -104,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=6, help="passes over the task items")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where everything is written")
     options = parser.parse_args(arguments)
+    quiet_libraries()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
     rewards = demo(options.model, options.seed, options.out, options.epochs)
@@ -111,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"mean reward on held-out tasks: {rewards['before']:.3f} before, {rewards['after']:.3f} after training\n"
         f"mean reward in training: {rewards['first_quarter']:.3f} in the first quarter, "
         f"{rewards['last_quarter']:.3f} in the last\n"
-        f"written to {options.out}: metrics.json, completions.jsonl, reward-curve.png, agents/, logs/"
+        f"written to {options.out}: metrics.json, metrics.jsonl, completions.jsonl, reward-curve.png, agents/, logs/"
     )
 
 

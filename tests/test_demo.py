@@ -14,7 +14,10 @@ from tests.tiny_lm import save_tiny
 def test_files_and_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = save_tiny(tmp_path / "model"), tmp_path / "out"
     main(["--model", model, "--out", str(out), "--epochs", "2"])
-    assert "eval/turn_1/response_chars" in json.loads((out / "metrics.json").read_text())
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["after"] == metrics["eval/final_reward_mean"]
+    first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+    assert metrics["before"] == pytest.approx(first["eval/final_reward_mean"])
     # An evaluation of two items before each of two epochs and one after them.
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
     assert len((out / "completions.jsonl").read_text().splitlines()) == 6
@@ -22,7 +25,10 @@ def test_files_and_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (out / "logs" / "metrics.csv").exists()
     for agent in range(2):
         assert (out / "agents" / f"agent_{agent}" / "adapter_model.safetensors").exists()
-    assert "after training" in capsys.readouterr().out
+    words = capsys.readouterr().out
+    assert "after training" in words
+    listed = words.splitlines()[-1].partition(": ")[2].split(", ")
+    assert sorted(name.rstrip("/") for name in listed) == sorted(path.name for path in out.iterdir())
 
 
 @pytest.mark.slow
