@@ -21,6 +21,7 @@ help: ## List the targets
 # pip runs again only when the project's requirements changed: once installed, nothing below needs a network.
 $(STAMP): pyproject.toml $(wildcard $(CONSTRAINTS))
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (about a minute)"
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $(STAMP)
 
