@@ -167,11 +167,13 @@ def settings_of_candidates(message: str) -> set[str]:
 
 def wrong_value(key: str, name: str, message: str) -> str:
     """What a setting takes, where the message says so."""
-    types = re.search(rf'Parser key "{name}":\s+Does not validate.*\s+Subtypes: \[(.*)\]', message)
+    one = rf'Parser key "{name}":\s+Expected a ([^\n]+?)\. Got value'
+    several = rf'Parser key "{name}":\s+Does not validate.*\s+Subtypes: \[(.*)\]'
+    types = re.search(one, message) or re.search(several, message)
     if types is None:
         return ""
     plain = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", types[1]).replace("NoneType", "None")
-    return f"{key}: the value is none of {plain}. Correct it."
+    return f"{key}: the value is not of type {plain.replace(', ', ' or ')}. Correct it."
 
 
 def known_names() -> list[str]:

@@ -203,8 +203,10 @@ def test_untrained_agents_are_told_from_trained_ones(config: str, tmp_path: Path
     main(["fit", "--config", config, "--trainer.limit_train_batches", "1"])
     with pytest.warns(UserWarning, match="The agents are untrained: their adapters are fresh"):
         main(["validate", "--config", config])
-    folders = [f"--model.agents.adapters+={tmp_path / 'agents' / name}" for name in ("agent_0", "agent_1")]
-    for trained in (folders, ["--ckpt_path", str(tmp_path / "saved" / "batch-000001.ckpt")]):
+    for trained in (
+        ["--model.agents.adapters", str(tmp_path / "agents")],
+        ["--ckpt_path", str(tmp_path / "saved" / "batch-000001.ckpt")],
+    ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             main(["validate", "--config", config, *trained])
@@ -253,7 +255,7 @@ def test_printed_configuration_names_functions_by_import_path(config: str, capsy
         ("data.train_dataset", "nosuch.items", "train_dataset='nosuch.items' is not the import path of a function"),
         ("model.num_generation", "3", "model: num_generation is not a setting. Did you mean num_generations?"),
         ("model", "MAGRP", "model: MAGRP is neither a known name nor an import path. Did you mean MAGRPO?"),
-        ("model.agents.adapters", "3", "model.agents.adapters: the value is none of list[str]"),
+        ("model.agents.num_agents", "two", "model.agents.num_agents: the value is not of type int. Correct it."),
         ("model.agents.num_agent", "3", "model.agents: num_agent is not a setting. Did you mean num_agents?"),
         ("trainer.gradient_clip_val", "1", "Leave it out and use max_grad_norm, which clips each agent by itself."),
         ("trainer.accumulate_grad_batches", "2", "use rollout_buffer_size and train_batch_size"),
@@ -280,6 +282,18 @@ def test_missing_settings_are_named_last_and_nothing_is_dumped(capsys: pytest.Ca
 def test_setting_of_another_class_is_none_here(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", "MAREINFORCE", "--model.agents", "SharedBase", "--model.joint_mod", "cross"]
     assert "joint_mod is not a setting. Did you mean joint_mode?" in error_of(capsys, "fit", *arguments)
+
+
+def test_value_of_none_of_several_types() -> None:
+    message = """Parser key "agents":
+      - Problem with given class_path 'comlrl_lightning.SharedBase':
+          Parser key "adapters":
+            Does not validate against any of the Union subtypes
+            Subtypes: [list[str], <class 'str'>, <class 'NoneType'>]
+      - Problem with given class_path 'comlrl_lightning.Separate':
+          Option 'adapters' is not accepted"""
+    assert cause_of(message) == "agents.adapters: the value is not of type list[str] or str or None. Correct it."
+    assert cause_of(message.replace("Does not validate", "Is wrong")) == ""
 
 
 def test_messages_without_a_known_cause_stay_as_they_are() -> None:
