@@ -84,6 +84,11 @@ class LanguageModel(nn.Module):
         return int(self.causal.get_output_embeddings().weight.shape[0])
 
     @property
+    def hidden_size(self) -> int:
+        """H, the width of its hidden states."""
+        return int(self.causal.get_output_embeddings().weight.shape[1])
+
+    @property
     def end_ids(self) -> tuple[int, ...]:
         """Every token that ends a completion: the generation settings' and the tokenizer's."""
         ends = self.causal.generation_config.eos_token_id

@@ -304,9 +304,70 @@ class ModelCritic:
             )
         if self.max_tokens is not None:
             _check_count("ModelCritic", "max_tokens", self.max_tokens, 1)
+        self._check_models()
+
+    def _check_models(self) -> None:
+        models = [self.model] if self.models is None else self.models
+        tokenizers = [self.tokenizer] if self.models is None else self.tokenizers or [None] * len(models)
+        if is_name(models) or len(tokenizers) != len(models):
+            raise ValueError(
+                f"ModelCritic(models={self.models!r}, tokenizers={self.tokenizers!r}) do not match. "
+                "Give two lists with one entry per agent, or leave tokenizers out."
+            )
+        loaded = [not is_name(model) for model in models]
+        if any(given and tokenizer is None for given, tokenizer in zip(loaded, tokenizers, strict=True)):
+            raise ValueError(
+                "ModelCritic(...) has a loaded model without a tokenizer. Pass tokenizer=, or tokenizers=[...]."
+            )
+        if any(loaded) and (self.dtype, self.model_kwargs) != (None, None):
+            raise ValueError(
+                f"ModelCritic(dtype={self.dtype!r}, model_kwargs={self.model_kwargs!r}) cannot apply to a model that "
+                "is already loaded. Pass its name or folder, or leave both out."
+            )
 
 
 CriticSettings = ValueHead | AdapterCritic | ModelCritic
+
+
+def check_critic(critic: CriticSettings, num_agents: int, centralized: bool) -> None:
+    """Refuse critics that do not fit the number of agents, before any weights load.
+
+    Args:
+        critic: Settings of the critics.
+        num_agents: N.
+        centralized: One critic that reads all agents.
+
+    Raises:
+        ValueError: They do not fit.
+    """
+    if not isinstance(critic, ValueHead | AdapterCritic | ModelCritic):
+        raise ValueError(f"critic={critic!r} is no critic. Use ValueHead(), AdapterCritic() or ModelCritic(model=...).")
+    if centralized and isinstance(critic, ValueHead):
+        raise ValueError(
+            "critic=ValueHead() reads the history of one agent, but a central critic reads that of all. "
+            "Use AdapterCritic() or ModelCritic(model=...)."
+        )
+    if isinstance(critic, ModelCritic):
+        _check_number_of_models(critic, num_agents, centralized)
+        return
+    name, folders = ("heads", critic.heads) if isinstance(critic, ValueHead) else ("adapters", critic.adapters)
+    num_critics = 1 if centralized else num_agents
+    if folders is not None and (is_name(folders) or len(folders) != num_critics):
+        raise ValueError(
+            f"critic={type(critic).__name__}({name}={folders!r}) does not fit {num_critics} critics. "
+            "Give a list with one folder per critic."
+        )
+
+
+def _check_number_of_models(critic: ModelCritic, num_agents: int, centralized: bool) -> None:
+    if critic.models is not None and (centralized or len(critic.models) != num_agents):
+        wanted = "one central critic. Give model=" if centralized else f"{num_agents} agents. Give one model per agent"
+        raise ValueError(f"critic=ModelCritic(models=...) has {len(critic.models)} models for {wanted}.")
+    if critic.models is None and not is_name(critic.model) and not centralized and num_agents > 1 and not critic.lora:
+        raise ValueError(
+            f"critic=ModelCritic(model=...) is one loaded model, but {num_agents} agents have a critic each. "
+            "Give models=[...], a name, or lora=LoraSettings() for adapters on the one model."
+        )
 
 
 def _check_hidden_size(critic: CriticSettings) -> None:

@@ -7,11 +7,11 @@ ranks before they are used.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
 
 ROUNDING = 1e-13
 """Largest share of a sum of squares that rounding alone can leave between equal numbers."""
@@ -144,8 +144,10 @@ def explained_variance(moments: Tensor) -> float:
     Returns:
         The share, of either sign; NaN where the returns do not differ.
     """
-    count, total, squares, error_total, error_squares = moments.tolist()
-    variance = squares / count - (total / count) ** 2 if count else 0.0
-    if variance <= ROUNDING * squares / max(count, 1.0):
-        return float("nan")
+    count, total, squares, error_total, error_squares = map(float, moments.tolist())
+    if not count:
+        return math.nan
+    variance = squares / count - (total / count) ** 2
+    if variance <= ROUNDING * squares / count:
+        return math.nan
     return 1.0 - (error_squares / count - (error_total / count) ** 2) / variance
