@@ -113,6 +113,7 @@ class RewardFunction:
     ) -> None:
         passes = f"{num_agents} list{'s' if num_agents > 1 else ''} of completions, one per agent"
         self._function = UserFunction(func, "reward_func", num_agents, REWARD_KEYWORDS, passes)
+        self._num_agents = num_agents
         self.per_agent = per_agent
         if per_agent and isinstance(func, WeightedRewards):
             raise ValueError(
@@ -184,6 +185,23 @@ class RewardFunction:
         if (processor := self._processor) is None:
             return rewards
         return [finite_float(processor(place, reward), processor.label, place) for reward in rewards]
+
+    def of_trajectories(self, per_agent: bool, *, several_turns: bool) -> RewardFunction:
+        """The same function for trajectories, which share their prompts at the first turn only.
+
+        Args:
+            per_agent: It returns one number per agent and joint completion.
+            several_turns: It is called without `prompts` after the first turn.
+
+        Raises:
+            ValueError: If it cannot be called so.
+        """
+        func, num_agents = self._function.func, self._num_agents
+        if several_turns:
+            keywords = tuple(name for name in REWARD_KEYWORDS if name != "prompts")
+            UserFunction(func, "reward_func", num_agents, keywords, "completions and no prompts, as after turn 1")
+        processor = None if self._processor is None else self._processor.func
+        return RewardFunction(func, num_agents, processor, per_agent=per_agent)
 
     @property
     def part_names(self) -> tuple[str, ...]:
