@@ -39,9 +39,8 @@ def gae(rewards: Tensor, values: Tensor, discount: float, gae_lambda: float) -> 
         gae_lambda: From 0 (the critic is trusted) to 1 (the rewards alone).
     """
     following = torch.cat([values[..., 1:], torch.zeros_like(values[..., :1])], dim=-1)
-    deltas = rewards + discount * following - values
-    advantages = deltas.clone()
-    for turn in reversed(range(deltas.shape[-1] - 1)):
+    advantages = rewards + discount * following - values
+    for turn in reversed(range(advantages.shape[-1] - 1)):
         advantages[..., turn] += discount * gae_lambda * advantages[..., turn + 1]
     return Credit(advantages, advantages + values)
 

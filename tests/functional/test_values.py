@@ -90,7 +90,7 @@ def test_a_single_advantage_stays() -> None:
     torch.testing.assert_close(center_and_scale(wide(3.0), moments), wide(-1.0 / 1.0001))
 
 
-@pytest.mark.parametrize(("number", "count"), [(0.35, 7), (0.1, 3), (-123.456, 11), (0.0, 2)])
+@pytest.mark.parametrize(("number", "count"), [(0.35, 7), (0.7, 1000), (-123.456, 13), (0.0, 2)])
 def test_equal_advantages_give_exact_zeros(number: float, count: int) -> None:
     advantages = torch.full((count,), number, dtype=torch.float64)
     assert not center_and_scale(advantages, advantage_moments(advantages)).any()
@@ -118,7 +118,7 @@ def test_clipped_value_loss() -> None:
     values = wide(1.5, 1.5).requires_grad_()
     loss = value_loss(values, wide(2.0, 1.0), wide(1.0, 1.0), 0.2)
     torch.testing.assert_close(loss.detach(), wide(0.64, 0.25))
-    loss.sum().backward()
+    loss.sum().backward()  # type: ignore[no-untyped-call]
     assert values.grad is not None
     torch.testing.assert_close(values.grad, wide(0.0, 1.0))
 
@@ -128,7 +128,7 @@ def test_the_range_does_nothing_inside() -> None:
     values = wide(1.1, 1.1).requires_grad_()
     loss = value_loss(values, wide(2.0, 0.0), wide(1.0, 1.0), 0.2)
     torch.testing.assert_close(loss.detach(), wide(0.81, 1.21))
-    loss.sum().backward()
+    loss.sum().backward()  # type: ignore[no-untyped-call]
     assert values.grad is not None
     torch.testing.assert_close(values.grad, wide(-1.8, 2.2))
 
