@@ -99,21 +99,10 @@ class ActorCriticLearner(Learner):
         Args:
             samples: `[R][N]` joint completions with their prompts.
         """
-        distinct, places = self._distinct(samples)
-        found: dict[int, Tensor] = {}
-        for batch in micro_batches(self.critics.lengths(distinct), self.micro_batch_tokens):
-            rows = self.critics.values([distinct[position] for position in batch]).double().cpu()
-            found.update(zip(batch, rows, strict=True))
-        return torch.stack([found[place] for place in places])
-
-    def _distinct(self, samples: Sequence[tuple[Completion, ...]]) -> tuple[list[tuple[Completion, ...]], list[int]]:
-        """Samples that the critics can tell apart, and which of them stands for each sample: v reads prompts only."""
-        if self.value.critic_type == "q":
-            return list(samples), list(range(len(samples)))
-        keys = [tuple((one.prompt_ids, repr(one.prompt)) for one in sample) for sample in samples]
-        order = {key: place for place, key in enumerate(dict.fromkeys(keys))}
-        first = dict(zip(reversed(keys), reversed(samples), strict=True))
-        return [first[key] for key in order], [order[key] for key in keys]
+        values = torch.empty(len(samples), self.critics.num_outputs, dtype=torch.float64)
+        for batch in micro_batches(self.critics.lengths(samples), self.micro_batch_tokens):
+            values[batch] = self.critics.values([samples[position] for position in batch]).double().cpu()
+        return values
 
     @override
     def advantages(
@@ -164,8 +153,8 @@ class ActorCriticLearner(Learner):
             share = explained_variance(all_reduce_sum(explained_variance_moments(values, returns)))
             if math.isfinite(share):
                 self.table.update(agent_key(agent, "explained_variance"), share)
-            for entry in buffer:
-                self.table.update(agent_key(agent, "td_error"), abs(_of_agent(_critique(entry).td_errors, agent)))
+            errors = [abs(_of_agent(_critique(entry).td_errors, agent)) for entry in buffer]
+            self.table.update(agent_key(agent, "td_error"), torch.tensor(errors, dtype=torch.float64))
 
     @override
     def losses(self, nodes: Sequence[PreparedNode], stats: UpdateStats) -> Iterator[Tensor]:
@@ -186,8 +175,7 @@ class ActorCriticLearner(Learner):
             rows: Joint completions.
             stats: Gets the sums to log.
         """
-        distinct, places = self._distinct([row.completions for row in rows])
-        values = self.critics.values(distinct)[torch.tensor(places)]
+        values = self.critics.values([row.completions for row in rows])
         targets = values.new_tensor([row.targets for row in rows])
         old_values = values.new_tensor([row.old_values for row in rows])
         losses = value_loss(values, targets, old_values, self.value.value_clip_range)
