@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 from typing_extensions import override
 
 from comlrl_lightning.agents.heads import CriticTeam
-from comlrl_lightning.agents.settings import AdapterCritic, ModelCritic, ValueHead
-from comlrl_lightning.algorithms.checks import check_choice, check_kind, check_nodes, check_sampling
+from comlrl_lightning.agents.settings import AdapterCritic, ModelCritic, ValueHead, check_critic
+from comlrl_lightning.algorithms.checks import check_choice, check_nodes, check_sampling
 from comlrl_lightning.algorithms.cooperative import CooperativeModule
 from comlrl_lightning.algorithms.critic_learner import ActorCriticLearner
 from comlrl_lightning.algorithms.hparams import from_plain, to_plain
@@ -80,27 +80,12 @@ class ActorCriticModule(CooperativeModule):
         self.value = gathered(ValueSettings, given)
         check_choice((True, False), per_agent_rewards=per_agent_rewards)
         self.critic: ValueHead | AdapterCritic | ModelCritic = from_plain("critic", critic)
-        check_kind(AdapterCritic, ModelCritic, ValueHead, critic=self.critic)
-        self._check_critic()
+        check_critic(self.critic, self.num_agents, self.centralized)
         self.shape = replace(self.shape, trajectories=True)
         reward = self.interface.reward.of_trajectories(per_agent_rewards, several_turns=self.num_turns > 1)
         self.interface = replace(self.interface, reward=reward)
         check_sampling(type(self).__name__, self.sampling, refuse=False)
         check_nodes(self.shape, self.num_agents, self.max_nodes)
-
-    def _check_critic(self) -> None:
-        if self.centralized and isinstance(self.critic, ValueHead):
-            raise ValueError(
-                f"{type(self).__name__}(critic=ValueHead(...)) has no single agent whose hidden states could judge all."
-                " Use AdapterCritic() or ModelCritic(model=...), or IAC."
-            )
-        models = self.critic.models if isinstance(self.critic, ModelCritic) else None
-        if models is not None and (self.centralized or len(models) != self.num_agents):
-            raise ValueError(
-                f"{type(self).__name__}(critic=ModelCritic(models=...)) holds {len(models)} models for"
-                f" {'one critic' if self.centralized else f'{self.num_agents} agents'}."
-                f" Give {'model=' if self.centralized else 'one per agent'}."
-            )
 
     @override
     def critic_groups(self) -> list[str]:

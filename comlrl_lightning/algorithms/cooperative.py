@@ -260,7 +260,7 @@ class CooperativeModule(BufferedUpdates):
         # Lightning compares its own logging interval, which our logs do not use, with the length of an epoch.
         warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging")
         self.fit_trainer = self.trainer
-        self.team.train()
+        self.train()
 
     @override
     def on_train_start(self) -> None:
