@@ -106,7 +106,8 @@ class CriticTeam(nn.Module):
         self.own_models = nn.ModuleList(own_models)
         width = num_outputs if centralized else 1
         # Plain lists: the models that belong to the team are not part of this module.
-        self._bodies = list(bodies)
+        self.bodies = list(bodies)
+        """What lies below each head."""
         self._heads = [Head(body.model.hidden_size, width, hidden_size) for body in bodies]
         self.heads = nn.ModuleList(self._heads)
         for body, head in zip(bodies, self._heads, strict=True):
@@ -150,7 +151,7 @@ class CriticTeam(nn.Module):
 
     def shares_parameters(self) -> bool:
         """Whether the loss of the values reaches parameters of the agents."""
-        return any(body.is_agent for body in self._bodies)
+        return any(body.is_agent for body in self.bodies)
 
     def values(self, samples: Sequence[Sequence[Completion]]) -> Tensor:
         """`[R, num_outputs]` (central) or `[R, N]` (agent i's own critic in column i), with gradients where enabled.
@@ -180,10 +181,10 @@ class CriticTeam(nn.Module):
     def _rows(self, sample: Sequence[Completion]) -> list[tuple[int, tuple[int, ...]]]:
         """Which critic reads which tokens of a joint completion."""
         if self.centralized:
-            return [(0, self._bodies[0].reader.ids(sample))]
+            return [(0, self.bodies[0].reader.ids(sample))]
         return [
             (critic, body.reader.ids((one,)))
-            for critic, (body, one) in enumerate(zip(self._bodies, sample, strict=True))
+            for critic, (body, one) in enumerate(zip(self.bodies, sample, strict=True))
         ]
 
     def _batches(
@@ -192,18 +193,18 @@ class CriticTeam(nn.Module):
         """Rows, ordered by critic, in as few forward passes as the models allow; the order stays."""
 
         def shared(row: tuple[int, tuple[int, ...]]) -> tuple[int, int]:
-            model = self._bodies[row[0]].model
+            model = self.bodies[row[0]].model
             return id(model), -1 if model.mixes_agents else row[0]
 
         for _, batch in groupby(rows, key=shared):
             listed = list(batch)
-            yield self._bodies[listed[0][0]].model, listed
+            yield self.bodies[listed[0][0]].model, listed
 
     def _read(self, model: LanguageModel, rows: Sequence[tuple[int, tuple[int, ...]]]) -> Tensor:
         """`[len(rows), outputs]` values of rows that one model reads, padded on the right as a causal model allows."""
         groups = [(critic, len(list(group))) for critic, group in groupby(rows, key=lambda row: row[0])]
         sizes = [size for _, size in groups]
-        names = [name for critic, _ in groups if (name := self._bodies[critic].adapter) is not None]
+        names = [name for critic, _ in groups if (name := self.bodies[critic].adapter) is not None]
         longest = max(len(ids) for _, ids in rows)
         padded = [[*ids, *ids[:1] * (longest - len(ids))] for _, ids in rows]
         ids = torch.tensor(padded, device=model.device)
@@ -220,7 +221,7 @@ class CriticTeam(nn.Module):
         """Trained parameters of ``critic``, or of ``critic_0``, ``critic_1``, ...; those of an agent are not in it."""
         return {
             body.name: {**_named(head, "head"), **({} if body.is_agent else _trained(body))}
-            for body, head in zip(self._bodies, self._heads, strict=True)
+            for body, head in zip(self.bodies, self._heads, strict=True)
         }
 
     def save(self, folder: str | Path) -> None:
@@ -231,7 +232,7 @@ class CriticTeam(nn.Module):
         """
         from safetensors.torch import save_file
 
-        for agent, (body, head) in enumerate(zip(self._bodies, self._heads, strict=True)):
+        for agent, (body, head) in enumerate(zip(self.bodies, self._heads, strict=True)):
             target = Path(folder, adapter_name(agent) if body.is_agent else body.name)
             if not body.is_agent:
                 _save_body(body, target)
