@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -145,7 +144,7 @@ def test_folders_without_a_head_or_with_another(base: str, tmp_path: Path) -> No
         (ValueHead(), True, r"critic=ValueHead\(\) reads the history of one agent"),
         (ValueHead(heads=["a"]), False, r"critic=ValueHead\(heads=\['a'\]\) does not fit 2 critics"),
         (AdapterCritic(adapters=["a", "b"]), True, r"AdapterCritic\(adapters=\['a', 'b'\]\) does not fit 1 critics"),
-        (replace(ValueHead(), heads="ab"), False, r"critic=ValueHead\(heads='ab'\) does not fit 2"),
+        (ValueHead(heads=cast("list[str]", "ab")), False, r"critic=ValueHead\(heads='ab'\) does not fit 2"),
         (
             ModelCritic(models=["a"]),
             True,

@@ -278,7 +278,7 @@ def test_the_gradient_of_a_shared_head(critic_type: CriticType) -> None:
     critics = critics_of(ValueHead(), team, critic_type=critic_type)
     assert critics.shares_parameters()
     (sample, *_) = talk(team)
-    (critics.values([sample])[0, 0] - 2).square().backward()
+    (critics.values([sample])[0, 0] - 2).square().backward()  # type: ignore[no-untyped-call]
     head, model = head_of(critics), model_of(team)
     assert model.adapters is not None
     with model.adapters.acting("agent_0"):
@@ -301,7 +301,7 @@ def test_the_gradient_of_a_separate_critic_reaches_no_agent(critic_type: CriticT
     critics = critics_of(AdapterCritic(LoraSettings(rank=4)), team, centralized=centralized, critic_type=critic_type)
     assert not critics.shares_parameters()
     (sample, *_) = talk(team)
-    (critics.values([sample])[0, 0] - 2).square().backward()
+    (critics.values([sample])[0, 0] - 2).square().backward()  # type: ignore[no-untyped-call]
     first, *others = critics.parameter_groups().values()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in first.values())
     for group in (*others, team.agent_parameters(0), team.agent_parameters(1)):
@@ -319,7 +319,7 @@ def test_recomputed_activations_give_the_same_gradient() -> None:
         torch.manual_seed(0)
         team = shared_team(gradient_checkpointing=recompute).train()
         critics = critics_of(AdapterCritic(LoraSettings(rank=4)), team)
-        critics.values(talk(team)).square().sum().backward()
+        critics.values(talk(team)).square().sum().backward()  # type: ignore[no-untyped-call]
         groups = critics.parameter_groups()
         gradients.append([parameter.grad for group in groups.values() for parameter in group.values()])
     torch.testing.assert_close(*gradients)
@@ -406,7 +406,7 @@ def test_all_weights_of_a_critic_but_an_unused_head_are_trained() -> None:
     team = shared_team()
     model = tiny_llama(seed=3)
     critics = critics_of(ModelCritic(model, tokenizer=tiny_tokenizer()), team, centralized=True)
-    critics.values(talk(team)).square().sum().backward()
+    critics.values(talk(team)).square().sum().backward()  # type: ignore[no-untyped-call]
     (group,) = critics.parameter_groups().values()
     assert all(parameter.grad is not None for parameter in group.values())
     assert not model.lm_head.weight.requires_grad
