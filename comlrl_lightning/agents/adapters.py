@@ -97,11 +97,6 @@ def _factor(layer: LoraLayer, name: str) -> tuple[Tensor, Tensor]:
     return like.new_zeros(1, layer.in_features), like.new_zeros(layer.out_features, 1)
 
 
-def _copies_for_others_only(layer: nn.Module, name: str) -> bool:
-    """Whether a layer has fully trained copies, but none for this adapter: PEFT takes that for an error."""
-    return isinstance(layer, ModulesToSaveWrapper) and name not in layer.modules_to_save
-
-
 def _groupable(module: nn.Module) -> bool:
     """Whether a layer is a plain low-rank product on the rows of its input."""
     return (
@@ -206,7 +201,7 @@ class Adapters:
         state = self._grouping, self._again
         self._grouping, self._again = None, partial(self.acting, name)
         for layer in self._switches:
-            layer._disable_adapters = name is None or _copies_for_others_only(layer, name)
+            layer._disable_adapters = name is None
             if name is not None:
                 layer._active_adapter = [name]
         try:

@@ -104,6 +104,16 @@ def test_models_by_name_for_each_agent(base: str, tmp_path: Path, lora: LoraSett
     torch.testing.assert_close(loaded.values(talk(team)), critics.values(talk(team)))
 
 
+def test_an_adapter_on_a_saved_critic_takes_its_head_along(base: str, tmp_path: Path) -> None:
+    team, out = new_team(base), tmp_path / "out"
+    critics = critics_of(ModelCritic(base), team, centralized=True)
+    critics.save(out)
+    settings = ModelCritic(str(out / "critic"), lora=LoraSettings(rank=2))
+    loaded = CriticTeam.build(settings, team, centralized=True)
+    # A new adapter changes nothing yet.
+    torch.testing.assert_close(loaded.values(talk(team)), critics.values(talk(team)))
+
+
 def test_a_tokenizer_stays_at_the_base_of_an_adapter_without_one(base: str, tmp_path: Path) -> None:
     team, out = new_team(base), tmp_path / "out"
     critics = critics_of(ModelCritic(base, lora=LoraSettings(rank=2)), team, centralized=True)
@@ -114,11 +124,13 @@ def test_a_tokenizer_stays_at_the_base_of_an_adapter_without_one(base: str, tmp_
     torch.testing.assert_close(loaded.values(talk(team)), critics.values(talk(team)))
 
 
-def test_number_formats(base: str) -> None:
+def test_number_formats(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "half", tiny_llama().to(torch.bfloat16))
     team = new_team(base)
     for settings, dtype in (
         (ModelCritic(base), torch.float32),
-        (ModelCritic(base, dtype="bfloat16", lora=LoraSettings(rank=2)), torch.bfloat16),
+        (ModelCritic(base, lora=LoraSettings(rank=2)), torch.bfloat16),
+        (ModelCritic(base, dtype="float32", lora=LoraSettings(rank=2)), torch.float32),
     ):
         critics = CriticTeam.build(settings, team, centralized=True)
         assert critics.bodies[0].model.causal.get_input_embeddings().weight.dtype == dtype

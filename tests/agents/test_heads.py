@@ -325,6 +325,20 @@ def test_recomputed_activations_give_the_same_gradient() -> None:
     torch.testing.assert_close(*gradients)
 
 
+def test_recomputed_activations_of_a_model_of_its_own() -> None:
+    team, gradients = shared_team(), []
+    for recompute in (False, True):
+        settings = ModelCritic(tiny_llama(), tokenizer=tiny_tokenizer(), gradient_checkpointing=recompute)
+        critics = critics_of(settings, team, centralized=True).train()
+        layer = critics.bodies[0].model.causal.model.layers[0]
+        calls: list[None] = []
+        layer.self_attn.register_forward_hook(lambda *_, calls=calls: calls.append(None))
+        critics.values(talk(team)).square().sum().backward()  # type: ignore[no-untyped-call]
+        assert len(calls) == 1 + recompute
+        gradients.append([parameter.grad for parameter in critics.parameter_groups()["critic"].values()])
+    torch.testing.assert_close(*gradients)
+
+
 def test_agents_do_not_notice_the_critics() -> None:
     team, rows = shared_team(), written(0, [0, 1, 0])
     before, names = team.log_probs(rows, temperature=1.0).log_probs.detach(), [*team.agent_parameters(0)]

@@ -132,7 +132,7 @@ def normalized(rollouts: Rollouts, node: Node, advantages: dict[Node, float]) ->
 
 
 def expected_loss(plain: Speakers, rollouts: Rollouts) -> Tensor:
-    """`[]` sum of all losses, as if each parameter group stood alone: no other group's loss reaches it."""
+    """`[]` sum of the losses of all agents and critics; each reaches its own parameters alone, but a shared head's."""
     total = torch.zeros((), dtype=torch.float64)
     shared = plain.critic_adapters[0] == "agent_0"
     for agent in range(2):
@@ -163,7 +163,7 @@ def expected_gradients(plain: Speakers, rollouts: Rollouts) -> dict[str, Tensor]
 
     plain.network.set_adapter = keep_gradients
     expected_loss(plain, rollouts).backward()  # type: ignore[no-untyped-call]
-    named = {**dict(plain.network.named_parameters())}
+    named = dict(plain.network.named_parameters())
     for critic, head in enumerate(plain.heads):
         named |= {f"{critic}.{name}": parameter for name, parameter in head.named_parameters()}
     return {name: value.grad for name, value in named.items() if value.grad is not None}
