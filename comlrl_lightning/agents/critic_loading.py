@@ -123,7 +123,7 @@ def _load(settings: ModelCritic, model: Any, tokenizer: Any, names: Sequence[str
     """The model of a critic, or of several that have an adapter each on it."""
     source = model
     if (config := adapter_config(model)) is not None:
-        base_name, source = adapters_base(config, model, "The critic")
+        base_name, source = adapters_base(config, model, f"ModelCritic(...): the adapter folder {str(model)!r}")
         base = load_base(settings, base_name, settings.dtype or "auto")
         network = load_adapters(base, {name: str(model) for name in names})
     else:

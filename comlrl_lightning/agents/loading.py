@@ -45,7 +45,9 @@ def _load_separate(settings: Separate, agent: int) -> LanguageModel:
     model, name = settings.models[agent], adapter_name(agent)
     given = None if settings.tokenizers is None else settings.tokenizers[agent]
     if (config := adapter_config(model)) is not None:
-        base_name, source = adapters_base(config, model, f"Separate(models=...): the adapter of {name}")
+        base_name, source = adapters_base(
+            config, model, f"Separate(models=...): the adapter folder {str(model)!r} of {name}"
+        )
         network = load_adapters(load_base(settings, base_name, settings.dtype or "auto"), {name: str(model)})
         return _language_model(settings, network, load_tokenizer(given or source), [agent], loaded=True)
     base = load_base(settings, model, settings.dtype or ("float32" if settings.lora is None else "auto"))
@@ -134,8 +136,7 @@ def adapters_base(config: PeftConfig, folder: Any, owner: str) -> tuple[str, Any
     base_name = config.base_model_name_or_path
     if not base_name:
         raise ValueError(
-            f"{owner} in {str(folder)!r} does not say which model it belongs to. "
-            "Set base_model_name_or_path in its adapter_config.json."
+            f"{owner} does not say which model it belongs to. Set base_model_name_or_path in its adapter_config.json."
         )
     return base_name, folder if Path(folder, "tokenizer_config.json").is_file() else base_name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -122,6 +123,15 @@ def test_a_tokenizer_stays_at_the_base_of_an_adapter_without_one(base: str, tmp_
         (out / "critic" / name).unlink()
     loaded = CriticTeam.build(ModelCritic(str(out / "critic")), team, centralized=True)
     torch.testing.assert_close(loaded.values(talk(team)), critics.values(talk(team)))
+
+
+def test_an_adapter_folder_without_a_base_is_an_error(base: str, tmp_path: Path) -> None:
+    team, out = new_team(base), tmp_path / "out"
+    critics_of(ModelCritic(base, lora=LoraSettings(rank=2)), team, centralized=True).save(out)
+    path = out / "critic" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": None}))
+    with pytest.raises(ValueError, match=r"ModelCritic\(...\): the adapter folder .*critic' does not say which model"):
+        CriticTeam.build(ModelCritic(str(out / "critic")), team, centralized=True)
 
 
 def test_number_formats(tmp_path: Path) -> None:
