@@ -17,7 +17,8 @@ import matplotlib as mpl
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from comlrl_lightning import MAGRPO, LoraSettings, Sampling, SharedBase, TaskDataModule
+from comlrl_lightning import LoraSettings, Sampling, SharedBase, TaskDataModule
+from comlrl_lightning.algorithms import ALGORITHMS
 from comlrl_lightning.rollouts.types import RolloutSource
 from comlrl_lightning.tasks import length_ratio
 
@@ -39,13 +40,16 @@ class RewardLog(Callback):
         self.rewards += [reward for node in pl_module.rollouts.nodes for reward in node.rewards]
 
 
-def learn(model: str, seed: int, num_items: int, learning_rate: float, batch_size: int, out: Path) -> list[float]:
+def learn(
+    algorithm: str, model: str, seed: int, num_items: int, learning_rate: float, batch_size: int, out: Path
+) -> list[float]:
     """Train on `num_items` task items and return the reward of every joint completion."""
     items = [
         {"prompt": prompt, "target_min": 2.0, "target_max": 3.0}
         for prompt in (length_ratio.OPEN_PROMPTS * (num_items // len(length_ratio.OPEN_PROMPTS) + 1))[:num_items]
     ]
-    module = MAGRPO(
+    (chosen,) = (one for one in ALGORITHMS if one.__name__ == algorithm)
+    module = chosen(
         agents=SharedBase(model, num_agents=2, lora=LoraSettings()),
         formatters=[length_ratio.brief_formatter, length_ratio.detailed_formatter],
         reward_func=length_ratio.reward_func,
@@ -61,8 +65,8 @@ def learn(model: str, seed: int, num_items: int, learning_rate: float, batch_siz
     rewards = log.rewards
     seconds = time.perf_counter() - started
     print(
-        f"seed {seed}: {len(rewards)} joint completions in {seconds:.0f} s, mean reward of the first 32"
-        f" {fmean(rewards[:32]):.3f}, of the last 32 {fmean(rewards[-32:]):.3f}"
+        f"{algorithm}, seed {seed}: {len(rewards)} joint completions in {seconds:.0f} s, mean reward of the first 64"
+        f" {fmean(rewards[:64]):.3f}, of the last 64 {fmean(rewards[-64:]):.3f}"
     )
     out.mkdir(parents=True, exist_ok=True)
     with (out / f"seed_{seed}.csv").open("w", newline="") as file:
@@ -87,6 +91,8 @@ def draw(curves: dict[int, list[float]], path: Path, window: int = 16) -> None:
 def main() -> None:
     """Read the command line and run every seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [algorithm.__name__ for algorithm in ALGORITHMS]
+    parser.add_argument("--algorithm", choices=names, default="MAGRPO")
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="name or folder")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--items", type=int, default=60, help="task items per seed")
@@ -95,7 +101,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
     options = parser.parse_args()
     settings = (options.items, options.learning_rate, options.batch_size, options.out)
-    curves = {seed: learn(options.model, seed, *settings) for seed in options.seeds}
+    curves = {seed: learn(options.algorithm, options.model, seed, *settings) for seed in options.seeds}
     draw(curves, options.out / "curves.png")
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxtuple = 3, 4, 4, 4
@@ -165,6 +165,33 @@ def finite_floats(values: object, count: int, source: str, place: Place) -> list
             f"{short(numbers)}. {wanted}"
         )
     return [finite_float(number, source, place) for number in numbers]
+
+
+def rows_of(values: object, count: int, num_agents: int, source: str, place: Place) -> list[list[float]]:
+    """`[J][N]` floats out of what a reward function with one reward per agent returned.
+
+    Args:
+        values: A list, tuple, tensor or array with a row of numbers per joint completion.
+        count: J, how many rows there must be.
+        num_agents: N, how many numbers each must hold.
+        source: What returned them, for the message.
+        place: Where, for the message.
+
+    Raises:
+        ValueError: If it is something else, of another shape, or not all numbers are finite.
+    """
+    outer = values.tolist() if isinstance(values, _ArrayLike) else values
+    rows = [row.tolist() if isinstance(row, _ArrayLike) else row for row in outer] if _is_list(outer) else []
+    if len(rows) != count or not all(_is_list(row) and len(row) == num_agents for row in rows):
+        raise ValueError(
+            f"{source} returned {short(values)} for {count} joint completions of {place}. Return a list of {count}"
+            f" rows with {num_agents} finite floats each, one per agent, or leave per_agent_rewards out."
+        )
+    return [[finite_float(number, source, place) for number in row] for row in rows]
+
+
+def _is_list(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
+    return isinstance(value, list | tuple)
 
 
 def _signature(func: Callable[..., Any]) -> inspect.Signature | None:

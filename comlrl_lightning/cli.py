@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from comlrl_lightning import callbacks
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
-from comlrl_lightning.algorithms import reinforce
+from comlrl_lightning.algorithms import ALGORITHMS
 from comlrl_lightning.algorithms.checks import check_trainer_flags
 from comlrl_lightning.algorithms.cooperative import CooperativeModule
 from comlrl_lightning.data import TaskDataModule
@@ -178,13 +178,10 @@ def wrong_value(key: str, name: str, message: str) -> str:
 
 def known_names() -> list[str]:
     """Algorithms, callbacks and their settings."""
-    algorithms = [
-        cls for cls in vars(reinforce).values() if inspect.isclass(cls) and issubclass(cls, CooperativeModule)
-    ]
-    settings = {name for cls in algorithms for name in inspect.signature(cls).parameters}
-    settings |= {name for cls in (SharedBase, Separate, Sampling) for name in inspect.signature(cls).parameters}
-    settings |= {*inspect.signature(CooperativeModule).parameters, *inspect.signature(TaskDataModule).parameters}
-    return sorted({*settings, *callbacks.__all__, *(cls.__name__ for cls in algorithms)})
+    classes = {*(base for cls in ALGORITHMS for base in cls.__mro__ if issubclass(base, CooperativeModule))}
+    described = (*classes, TaskDataModule, SharedBase, Separate, Sampling)
+    settings = {name for cls in described for name in inspect.signature(cls).parameters}
+    return sorted({*settings, *callbacks.__all__, *(cls.__name__ for cls in classes)})
 
 
 def main(args: ArgsType = None) -> None:

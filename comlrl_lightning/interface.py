@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from comlrl_lightning.calls import Place, UserFunction, finite_float, finite_floats, qualified_name, short
+from comlrl_lightning.calls import (
+    Place,
+    UserFunction,
+    finite_float,
+    finite_floats,
+    qualified_name,
+    rows_of,
+    short,
+)
 from comlrl_lightning.rewards import REWARD_KEYWORDS, RewardProcessor, RewardProcessors, WeightedRewards
 from comlrl_lightning.rollouts.types import Prompt
 
@@ -91,14 +99,29 @@ class RewardFunction:
             `prompts` and `turn`; returns one finite number per joint completion.
         num_agents: N.
         processor: Maps each reward.
+        per_agent: The function returns `num_agents` numbers per joint completion, one per agent.
 
     Raises:
         ValueError: If a function cannot be called so.
     """
 
-    def __init__(self, func: Callable[..., Any], num_agents: int, processor: RewardProcessor | None = None) -> None:
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        num_agents: int,
+        processor: RewardProcessor | None = None,
+        *,
+        per_agent: bool = False,
+    ) -> None:
         passes = f"{num_agents} list{'s' if num_agents > 1 else ''} of completions, one per agent"
         self._function = UserFunction(func, "reward_func", num_agents, REWARD_KEYWORDS, passes)
+        self._num_agents = num_agents
+        self.per_agent = per_agent
+        if per_agent and isinstance(func, WeightedRewards):
+            raise ValueError(
+                "per_agent_rewards=True does not go with WeightedRewards, which adds up one number per joint"
+                " completion. Give a function that returns one number per agent."
+            )
         if isinstance(func, WeightedRewards):
             func.check(num_agents)
         self._weighted = func if isinstance(func, WeightedRewards) else None
@@ -109,16 +132,16 @@ class RewardFunction:
         completions: Sequence[Sequence[str]],
         *,
         item: Mapping[str, Any],
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | None,
         turn: int,
         item_index: int | None = None,
     ) -> list[float]:
-        """Score the joint completions of one node.
+        """Score joint completions of one task item and turn.
 
         Args:
             completions: `[N][J]` texts.
             item: The original task item.
-            prompts: `[N]` prompts of the node.
+            prompts: `[N]` prompts of the node; None where the joint completions answer different prompts.
             turn: Turn, from 1.
             item_index: Position of the item in its dataset, for messages.
 
@@ -128,13 +151,59 @@ class RewardFunction:
         Raises:
             ValueError: If the function returns anything but J finite numbers.
         """
-        place, function = Place(item, item_index, turn), self._function
-        lists = [list(texts) for texts in completions]
-        values = function(place, *lists, batch_items=[_copied(item, place)], prompts=deepcopy([*prompts]), turn=turn)
-        rewards = finite_floats(values, len(completions[0]), function.label, place)
+        place = Place(item, item_index, turn)
+        values = self._call(place, completions, item, prompts, turn)
+        return self._processed(finite_floats(values, len(completions[0]), self._function.label, place), place)
+
+    def of_agents(
+        self,
+        completions: Sequence[Sequence[str]],
+        *,
+        item: Mapping[str, Any],
+        prompts: Sequence[Prompt] | None,
+        turn: int,
+        item_index: int | None = None,
+    ) -> list[list[float]]:
+        """`[J][N]` processed rewards of each agent; arguments and errors as for a call."""
+        place, label = Place(item, item_index, turn), self._function.label
+        values = self._call(place, completions, item, prompts, turn)
+        rows = rows_of(values, len(completions[0]), len(completions), label, place)
+        return [self._processed(row, place) for row in rows]
+
+    def _call(
+        self,
+        place: Place,
+        completions: Sequence[Sequence[str]],
+        item: Mapping[str, Any],
+        prompts: Sequence[Prompt] | None,
+        turn: int,
+    ) -> Any:
+        keywords: dict[str, Any] = {"batch_items": [_copied(item, place)], "turn": turn}
+        if prompts is not None:
+            keywords["prompts"] = deepcopy([*prompts])
+        return self._function(place, *(list(texts) for texts in completions), **keywords)
+
+    def _processed(self, rewards: list[float], place: Place) -> list[float]:
         if (processor := self._processor) is None:
             return rewards
         return [finite_float(processor(place, reward), processor.label, place) for reward in rewards]
+
+    def of_trajectories(self, per_agent: bool, *, several_turns: bool) -> RewardFunction:
+        """The same function for trajectories, which share their prompts at the first turn only.
+
+        Args:
+            per_agent: It returns one number per agent and joint completion.
+            several_turns: It is called without `prompts` after the first turn.
+
+        Raises:
+            ValueError: If it cannot be called so.
+        """
+        func, num_agents = self._function.func, self._num_agents
+        if several_turns:
+            keywords = tuple(name for name in REWARD_KEYWORDS if name != "prompts")
+            UserFunction(func, "reward_func", num_agents, keywords, "completions and no prompts, as after turn 1")
+        processor = None if self._processor is None else self._processor.func
+        return RewardFunction(func, num_agents, processor, per_agent=per_agent)
 
     @property
     def part_names(self) -> tuple[str, ...]:

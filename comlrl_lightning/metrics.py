@@ -28,6 +28,10 @@ AGENT_METRICS = (
 """Under ``agent_i/``: policy loss, gradient norm before clipping, tokens per completion, share of completions cut by
 the token limit, share of groups without any advantage, entropy per token in nats, share of clipped tokens, effective
 sample size of the importance ratios as a share, mean absolute gap between the sampler's and the update's log-probs."""
+CRITIC_METRICS = ("value_loss", "explained_variance", "td_error")
+"""Under ``agent_i/`` with critics, all alike for one critic of a shared reward: squared error of the values, share of
+the variance of the Monte-Carlo returns that the values explained before the update (1 is perfect), mean absolute TD
+error. The gradient norm of a critic stands under its own name, ``critic/`` or ``critic_i/``."""
 TIME_METRICS = ("generation", "reward", "update")
 """Under ``time/``: seconds per training step."""
 
@@ -39,7 +43,12 @@ def turn_key(turn: int, name: str) -> str:
 
 def agent_key(agent: int, name: str) -> str:
     """Key of a metric of one agent, from 0."""
-    return f"agent_{agent}/{name}"
+    return group_key(f"agent_{agent}", name)
+
+
+def group_key(group: str, name: str) -> str:
+    """Key of a metric of one parameter group: ``agent_i``, ``critic`` or ``critic_i``."""
+    return f"{group}/{name}"
 
 
 def part_key(name: str) -> str:
@@ -47,13 +56,18 @@ def part_key(name: str) -> str:
     return f"reward/{name}"
 
 
-def training_keys(num_turns: int, num_agents: int, with_kl: bool, parts: Iterable[str] = ()) -> list[str]:
-    """All keys that training can log."""
-    agents = [agent_key(agent, name) for agent in range(num_agents) for name in AGENT_METRICS]
+def training_keys(
+    num_turns: int, num_agents: int, with_kl: bool, parts: Iterable[str] = (), critics: Iterable[str] = ()
+) -> list[str]:
+    """All keys that training can log; `critics` are the names of the critics' parameter groups."""
+    critics = list(critics)
+    names = AGENT_METRICS + (CRITIC_METRICS if critics else ())
+    agents = [agent_key(agent, name) for agent in range(num_agents) for name in names]
     return [
         *turn_keys(num_turns, with_kl),
         *map(part_key, parts),
         *agents,
+        *(group_key(critic, "grad_norm") for critic in critics),
         *(f"time/{name}" for name in TIME_METRICS),
         "nonfinite_updates",
     ]

@@ -28,7 +28,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_there_is_one_file_per_algorithm_and_feature() -> None:
     features = ("two_turns", "cross", "heterogeneous", "full_finetuning", "qwen")
     expected = {f"magrpo_{feature}.yaml" for feature in features} | {"quickstart.yaml"}
-    expected |= {f"{name}_length_ratio.yaml" for name in ("mareinforce", "magrpo", "marloo", "maremax")}
+    expected |= {f"{name}_length_ratio.yaml" for name in ("mareinforce", "magrpo", "marloo", "maremax", "iac", "maac")}
+    expected |= {"iac_value_head.yaml", "maac_two_turns.yaml"}
     assert {path.name for path in CONFIGS} == expected
 
 

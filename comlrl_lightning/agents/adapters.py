@@ -54,6 +54,8 @@ class Grouping:
             x: `[rows, ..., in]` its input.
             output: `[rows, ..., out]` output of the frozen layer.
         """
+        if not any(name in layer.lora_A for name in self.names):
+            return output
         down, up = self._factors(index, layer)
         x = x.to(down.dtype)
         if len(set(self.sizes)) == 1:
@@ -111,29 +113,49 @@ class Adapters:
 
     Args:
         network: The PEFT model, all its adapters loaded.
-        names: Adapters that are trained.
+        names: Adapters that are trained and have a reference.
     """
 
     def __init__(self, network: PeftModel, names: Sequence[str]) -> None:
         self.network = network
         self.names = tuple(names)
-        self._switches = [m for m in network.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
-        self.groupable = all(map(_groupable, self._switches))
+        self.extra_names: tuple[str, ...] = ()
+        """Adapters that are trained but speak for no agent: they have no reference."""
+        self.groupable = True
+        self._switches: list[BaseTunerLayer | AuxiliaryTrainingWrapper] = []
+        self._bridged: set[nn.Module] = set()
         self._grouping: Grouping | None = None
         self._again: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if self.groupable:
-            for index, layer in enumerate(self._switches):
-                layer.register_forward_hook(partial(self._add, index))
-        self._bridge_dtypes()
+        self._take_layers()
         self.freeze_all_but_trained()
+
+    def include(self, name: str) -> None:
+        """Take in an adapter that the network has got from elsewhere."""
+        self.extra_names += (name,)
+        self._take_layers()
+        self.freeze_all_but_trained()
+
+    def _take_layers(self) -> None:
+        """Find the layers that have come to carry adapters, and let groups of rows use them."""
+        layers = [m for m in self.network.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+        self.groupable &= all(map(_groupable, layers))
+        for layer in layers:
+            if layer in self._switches:
+                continue
+            layer.register_forward_hook(partial(self._add, len(self._switches)))
+            self._switches.append(layer)
+            if isinstance(layer, ModulesToSaveWrapper):
+                layer.register_forward_hook(_back_to_original_dtype)
+        self._bridge_dtypes()
 
     def _bridge_dtypes(self) -> None:
         """Let fully trained copies of layers compute in their own dtype inside a model of another one."""
         for wrapper in self._switches:
             if isinstance(wrapper, ModulesToSaveWrapper):
-                wrapper.register_forward_hook(_back_to_original_dtype)
                 for copy in wrapper.modules_to_save.values():
-                    copy.register_forward_pre_hook(_to_own_dtype)
+                    if copy not in self._bridged:
+                        self._bridged.add(copy)
+                        copy.register_forward_pre_hook(_to_own_dtype)
 
     def _add(self, index: int, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         grouping = self._grouping
@@ -155,11 +177,12 @@ class Adapters:
 
     def freeze_all_but_trained(self) -> None:
         """Leave exactly the trained adapters with `requires_grad`, whatever PEFT made of it."""
+        trained = {*self.names, *self.extra_names}
         for name, parameter in self.network.named_parameters():
-            parameter.requires_grad_(any(part in self.names for part in name.split(".")))
+            parameter.requires_grad_(not trained.isdisjoint(name.split(".")))
 
     def add_reference(self) -> None:
-        """Add a frozen copy of every trained adapter as it is now."""
+        """Add a frozen copy of every agent's adapter as it is now."""
         for name in self.names:
             self.network.add_adapter(name + REFERENCE, self.network.peft_config[name])
         parameters = dict(self.network.named_parameters())
@@ -168,6 +191,7 @@ class Adapters:
             if any(part.endswith(REFERENCE) for part in parts):
                 source = parameters[".".join(part.removesuffix(REFERENCE) for part in parts)]
                 parameter.data = source.detach().clone()
+        self._take_layers()
         self.freeze_all_but_trained()
 
     @contextmanager

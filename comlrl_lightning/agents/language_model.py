@@ -38,6 +38,7 @@ class LanguageModel(nn.Module):
         agents: Numbers of the agents that speak through it.
         prompts: Turns prompts into token ids.
         reference: "base" or "initial", see `TeamSettings`.
+        names: Adapters to train; None: one per agent, called after it.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class LanguageModel(nn.Module):
         agents: Sequence[int],
         prompts: PromptEncoder,
         reference: str = "base",
+        names: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         self.network = network
@@ -54,7 +56,8 @@ class LanguageModel(nn.Module):
         self.agents = tuple(agents)
         self.prompts = prompts
         self.reference = reference
-        self.adapters = Adapters(network, [adapter_name(a) for a in agents]) if isinstance(network, PeftModel) else None
+        names = [adapter_name(agent) for agent in agents] if names is None else names
+        self.adapters = Adapters(network, names) if isinstance(network, PeftModel) else None
         self.frozen: LanguageModel | None = None
         self.has_reference = isinstance(network, PeftModel) and reference == "base"
         switch_off_dropout(network)
@@ -82,6 +85,11 @@ class LanguageModel(nn.Module):
     def vocabulary_size(self) -> int:
         """V, the width of its logits."""
         return int(self.causal.get_output_embeddings().weight.shape[0])
+
+    @property
+    def hidden_size(self) -> int:
+        """H, the width of its hidden states."""
+        return int(self.causal.get_output_embeddings().weight.shape[1])
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -144,7 +152,17 @@ class LanguageModel(nn.Module):
             return nullcontext()
         if reference and self.reference == "base":
             return self._base()
-        names = [adapter_name(agent) + (REFERENCE if reference else "") for agent in agents]
+        return self.acting_through([adapter_name(agent) + (REFERENCE if reference else "") for agent in agents], sizes)
+
+    def acting_through(self, names: Sequence[str], sizes: Sequence[int]) -> AbstractContextManager[Grouping | None]:
+        """Let consecutive groups of rows pass through these adapters; one at a time unless `mixes_agents`.
+
+        Args:
+            names: `[G]` adapter of each group.
+            sizes: `[G]` rows of each group.
+        """
+        if self.adapters is None:
+            return nullcontext()
         if self.adapters.groupable:
             return self.adapters.grouped(names, sizes)
         (name,) = names
@@ -253,6 +271,13 @@ class LanguageModel(nn.Module):
     def _watching_rows(self, rows: int) -> AbstractContextManager[None]:
         return nullcontext() if self.adapters is None else self.adapters.watching(rows)
 
+    def include_adapter(self, name: str) -> None:
+        """Take in a trained adapter of no agent that the PEFT model has got after this object was made."""
+        assert self.adapters is not None
+        self.adapters.include(name)
+        self._keep_adapters_in_float32()
+        self._check_head()
+
     def checkpoint_activations(self) -> None:
         """Recompute every layer's activations in the backward pass, under the adapters of the forward pass."""
         run = partial(checkpoint, use_reentrant=False)
@@ -285,7 +310,7 @@ class LanguageModel(nn.Module):
     def _adapter_parameters(self) -> list[nn.Parameter]:
         if self.adapters is None:
             return []
-        names = {name + end for name in self.adapters.names for end in ("", REFERENCE)}
+        names = {name + end for name in self.adapters.names for end in ("", REFERENCE)} | {*self.adapters.extra_names}
         return [p for path, p in self.network.named_parameters() if names & set(path.split("."))]
 
     def _keep_adapters_in_float32(self) -> None:

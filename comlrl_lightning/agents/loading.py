@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
 from comlrl_lightning.agents.prompts import PromptEncoder
-from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase, TeamSettings, is_name
+from comlrl_lightning.agents.settings import LoraSettings, ModelCritic, Separate, SharedBase, TeamSettings, is_name
 from comlrl_lightning.assets import STORY_MODEL, story_model_path
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
+    from peft import LoraConfig, PeftConfig, PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -45,37 +45,33 @@ def located(model: Any) -> Any:
 
 def _load_shared(settings: SharedBase) -> LanguageModel:
     model = located(settings.model)
-    if _adapter_config(model) is not None:
+    if adapter_config(model) is not None:
         raise ValueError(
             f"SharedBase(model={str(settings.model)!r}) is an adapter folder. Pass its base model, "
             "and the folder in adapters=[...], once per agent."
         )
-    base = _load_base(settings, model, settings.dtype or "auto")
+    base = load_base(settings, model, settings.dtype or "auto")
     agents = range(settings.num_agents)
     if settings.adapters is None:
-        network = _new_adapters(base, settings.lora, [adapter_name(agent) for agent in agents])
+        network = new_adapters(base, settings.lora, [adapter_name(agent) for agent in agents])
     else:
-        network = _load_adapters(base, {adapter_name(a): f for a, f in zip(agents, settings.adapters, strict=True)})
-    tokenizer = _load_tokenizer(model if settings.tokenizer is None else settings.tokenizer)
+        network = load_adapters(base, {adapter_name(a): f for a, f in zip(agents, settings.adapters, strict=True)})
+    tokenizer = load_tokenizer(model if settings.tokenizer is None else settings.tokenizer)
     return _language_model(settings, network, tokenizer, agents, loaded=settings.adapters is not None)
 
 
 def _load_separate(settings: Separate, agent: int) -> LanguageModel:
     model, name = located(settings.models[agent]), adapter_name(agent)
     given = None if settings.tokenizers is None else settings.tokenizers[agent]
-    if (config := _adapter_config(model)) is not None:
-        base_name = config.base_model_name_or_path
-        if not base_name:
-            raise ValueError(
-                f"Separate(models=...): the adapter folder {str(model)!r} of agent_{agent} does not say which model it "
-                "belongs to. Set base_model_name_or_path in its adapter_config.json."
-            )
-        network = _load_adapters(_load_base(settings, base_name, settings.dtype or "auto"), {name: str(model)})
-        source = model if Path(model, "tokenizer_config.json").is_file() else base_name
-        return _language_model(settings, network, _load_tokenizer(given or source), [agent], loaded=True)
-    base = _load_base(settings, model, settings.dtype or ("float32" if settings.lora is None else "auto"))
-    network = base.requires_grad_(True) if settings.lora is None else _new_adapters(base, settings.lora, [name])
-    return _language_model(settings, network, _load_tokenizer(model if given is None else given), [agent], loaded=False)
+    if (config := adapter_config(model)) is not None:
+        base_name, source = adapters_base(
+            config, model, f"Separate(models=...): the adapter folder {str(model)!r} of {name}"
+        )
+        network = load_adapters(load_base(settings, base_name, settings.dtype or "auto"), {name: str(model)})
+        return _language_model(settings, network, load_tokenizer(given or source), [agent], loaded=True)
+    base = load_base(settings, model, settings.dtype or ("float32" if settings.lora is None else "auto"))
+    network = base.requires_grad_(True) if settings.lora is None else new_adapters(base, settings.lora, [name])
+    return _language_model(settings, network, load_tokenizer(model if given is None else given), [agent], loaded=False)
 
 
 def _language_model(
@@ -89,17 +85,31 @@ def _language_model(
     prompts = PromptEncoder(tokenizer, settings.chat_template_kwargs, settings.max_prompt_tokens, settings.long_prompts)
     reference = ("initial" if loaded else "base") if settings.reference == "auto" else settings.reference
     model = LanguageModel(network, tokenizer, list(agents), prompts, reference)
-    if len(tokenizer) > model.vocabulary_size:
-        raise ValueError(
-            f"The tokenizer of agent_{model.agents[0]} has {len(tokenizer)} tokens, its model only "
-            f"{model.vocabulary_size}. Pass the tokenizer that belongs to the model, or resize the model's embeddings."
-        )
+    check_tokenizer(model, f"agent_{model.agents[0]}")
     if settings.gradient_checkpointing:
         model.checkpoint_activations()
     return model
 
 
-def _load_base(settings: TeamSettings, model: Any, dtype: str) -> PreTrainedModel:
+def check_tokenizer(model: LanguageModel, owner: str) -> None:
+    """Refuse a tokenizer with more tokens than its model.
+
+    Raises:
+        ValueError: It has more.
+    """
+    if len(model.tokenizer) > model.vocabulary_size:
+        raise ValueError(
+            f"The tokenizer of {owner} has {len(model.tokenizer)} tokens, its model only "
+            f"{model.vocabulary_size}. Pass the tokenizer that belongs to the model, or resize the model's embeddings."
+        )
+
+
+def load_base(settings: TeamSettings | ModelCritic, model: Any, dtype: str) -> PreTrainedModel:
+    """A model by name or folder, or a loaded one that nobody has taken over.
+
+    Raises:
+        ValueError: It is no model, or carries adapters.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -119,13 +129,14 @@ def _load_base(settings: TeamSettings, model: Any, dtype: str) -> PreTrainedMode
     return model
 
 
-def _load_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
+def load_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
+    """A tokenizer by name or folder, or the loaded one."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(located(tokenizer)) if is_name(tokenizer) else tokenizer
 
 
-def _adapter_config(model: Any) -> Any:
+def adapter_config(model: Any) -> PeftConfig | None:
     """The PEFT configuration of an adapter folder or hub name, None for anything else."""
     from peft import PeftConfig
     from transformers.utils import find_adapter_config_file
@@ -135,18 +146,33 @@ def _adapter_config(model: Any) -> Any:
     return PeftConfig.from_pretrained(str(model))
 
 
-def _new_adapters(base: PreTrainedModel, lora: LoraSettings, names: list[str]) -> PeftModel:
+def adapters_base(config: PeftConfig, folder: Any, owner: str) -> tuple[str, Any]:
+    """The base model of an adapter folder, and where its tokenizer is: in the folder or at the base.
+
+    Raises:
+        ValueError: The folder does not name its base.
+    """
+    base_name = config.base_model_name_or_path
+    if not base_name:
+        raise ValueError(
+            f"{owner} does not say which model it belongs to. Set base_model_name_or_path in its adapter_config.json."
+        )
+    return base_name, folder if Path(folder, "tokenizer_config.json").is_file() else base_name
+
+
+def new_adapters(base: PreTrainedModel, lora: LoraSettings, names: list[str]) -> PeftModel:
+    """A model with new adapters of one shape."""
     from peft import get_peft_model
 
-    with _without_noise():
-        network = get_peft_model(base, _lora_config(lora), adapter_name=names[0])
+    with without_noise():
+        network = get_peft_model(base, lora_config(lora), adapter_name=names[0])
         for name in names[1:]:
             network.add_adapter(name, deepcopy(network.peft_config[names[0]]))
     return network
 
 
 @contextmanager
-def _without_noise() -> Iterator[None]:
+def without_noise() -> Iterator[None]:
     """Silence what PEFT says about its own inner workings."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
@@ -154,7 +180,8 @@ def _without_noise() -> Iterator[None]:
         yield
 
 
-def _lora_config(lora: LoraSettings) -> LoraConfig:
+def lora_config(lora: LoraSettings) -> LoraConfig:
+    """PEFT's form of the settings of an adapter."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -170,14 +197,15 @@ def _lora_config(lora: LoraSettings) -> LoraConfig:
     )
 
 
-def _load_adapters(base: PreTrainedModel, folders: dict[str, str]) -> PeftModel:
+def load_adapters(base: PreTrainedModel, folders: dict[str, str]) -> PeftModel:
+    """A model with adapters from folders, by name."""
     from peft import PeftConfig, PeftModel
 
     (first, folder), *others = folders.items()
     for path in folders.values():
         if PeftConfig.from_pretrained(str(path)).is_prompt_learning:
             raise ValueError(f"The adapter {path!r} learns prompts, which is not supported. Use a LoRA adapter.")
-    with _without_noise():
+    with without_noise():
         network = PeftModel.from_pretrained(base, str(folder), adapter_name=first, is_trainable=True)
         for name, path in others:
             network.load_adapter(str(path), name, is_trainable=True)

@@ -55,6 +55,10 @@ class AgentTeam(nn.Module):
 
         return cls(load_models(settings))
 
+    def speaker(self, agent: int) -> LanguageModel:
+        """The language model that an agent speaks through."""
+        return self._speakers[agent]
+
     def encode(self, agent: int, prompt: Prompt) -> tuple[int, ...]:
         """`[P]` token ids of a prompt, special tokens included, cut if too long."""
         return self._speakers[agent].prompts.encode(agent, prompt)

@@ -193,7 +193,8 @@ def _difference(name: str, saved: Any, current: Any) -> tuple[str, Any, Any]:
 
 def _fixed_settings(module: CooperativeModule) -> dict[str, Any]:
     settings = {name: to_plain(module.hparams[name]) for name in module.fixed_settings}
-    settings["agents"]["init_args"].pop("gradient_checkpointing", None)  # costs memory or time, changes no result
+    for name in {"agents", "critic"} & set(settings):
+        settings[name]["init_args"].pop("gradient_checkpointing", None)  # costs memory or time, changes no result
     return settings
 
 

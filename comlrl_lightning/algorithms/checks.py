@@ -9,10 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.algorithms.hparams import to_plain
+from comlrl_lightning.rollouts.collect import RolloutShape
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 """Makes an optimizer from parameter groups."""
@@ -197,6 +200,44 @@ def check_shares(train_batch_size: int | None, num_processes: int) -> None:
     if (train_batch_size or 0) % num_processes:
         raise ValueError(
             f"train_batch_size={train_batch_size} is not shared evenly by {num_processes} processes. Use a multiple."
+        )
+
+
+def check_sampling(name: str, sampling: Sampling, refuse: bool) -> None:
+    """Say that sampling cuts the distribution that the update scores.
+
+    Args:
+        name: The algorithm.
+        sampling: How it samples in training.
+        refuse: Raise instead of warn.
+
+    Raises:
+        ValueError: If it cuts and must not.
+    """
+    if sampling.top_p == 1 and sampling.top_k is None and sampling.min_new_tokens == 0:
+        return
+    given = f"sampling with top_p={sampling.top_p}, top_k={sampling.top_k}, min_new_tokens={sampling.min_new_tokens}"
+    bias = (
+        "cuts the distribution that completions come from, while the update scores the full one: a constant"
+        " positive advantage then pushes the kept tokens up and the entropy falls."
+    )
+    if refuse:
+        raise ValueError(f"{name}: {given} {bias} Leave them out, or use an algorithm with a baseline.")
+    rank_zero_warn(f"{given} {bias} Leave them out for unbiased gradients.")
+
+
+def check_nodes(shape: RolloutShape, num_agents: int, max_nodes: int) -> None:
+    """Refuse rollouts that grow too large.
+
+    Raises:
+        ValueError: If one task item can have more nodes than allowed.
+    """
+    nodes = shape.num_nodes(num_agents)
+    if nodes > max_nodes:
+        raise ValueError(
+            f"num_turns={shape.num_turns} with num_generations={shape.num_generations} and"
+            f" joint_mode={shape.joint_mode!r} grows to {nodes} nodes per task item, above max_nodes="
+            f"{max_nodes}. Use fewer turns or generations, joint_mode='aligned', or raise max_nodes."
         )
 
 

@@ -34,7 +34,7 @@ from comlrl_lightning.algorithms.checks import (
 )
 from comlrl_lightning.algorithms.construction import task_interface
 from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain, is_remark, to_plain
-from comlrl_lightning.algorithms.learners import GroupRelativeLearner
+from comlrl_lightning.algorithms.learners import Learner
 from comlrl_lightning.algorithms.recording import (
     ForgetStep,
     prediction,
@@ -189,7 +189,9 @@ class CooperativeModule(BufferedUpdates):
 
     def _set_up_state(self) -> None:
         with_kl, parts = self.policy.reference_kl_coef > 0, self.interface.reward.part_names
-        self.training_metrics = MetricTable(training_keys(self.num_turns, self.num_agents, with_kl, parts))
+        self.training_metrics = MetricTable(
+            training_keys(self.num_turns, self.num_agents, with_kl, parts, self.critic_groups())
+        )
         self.evaluation_metrics = MetricTable(evaluation_keys(self.num_turns, with_kl, parts), prefix="eval/")
         self.env_step = 0
         self.update_step = 0
@@ -204,8 +206,12 @@ class CooperativeModule(BufferedUpdates):
         self._resumed: dict[str, Any] | None = None
 
     @abstractmethod
-    def build_learner(self, team: AgentTeam) -> GroupRelativeLearner:
-        """The credit and the loss of this algorithm."""
+    def build_learner(self) -> Learner:
+        """The credit and the loss of this algorithm, for `team`; here go further networks, too."""
+
+    def critic_groups(self) -> list[str]:
+        """Names of the parameter groups of critics."""
+        return []
 
     @override
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
@@ -221,21 +227,25 @@ class CooperativeModule(BufferedUpdates):
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
             self.team = AgentTeam.build(self.agents)
-        if self.policy.reference_kl_coef > 0:
-            self.team.add_reference()
-        self.learner = self.build_learner(self.team)
+            if self.policy.reference_kl_coef > 0:
+                self.team.add_reference()
+            self.learner = self.build_learner()
+        self.learning_rates = self.initial_learning_rates()
+
+    def initial_learning_rates(self) -> list[float]:
+        """Learning rate of each of the learner's parameter groups, in their order."""
         defaults = [1e-4 if self.team.trains_adapter(agent) else 5e-6 for agent in range(self.num_agents)]
-        self.learning_rates = [
-            default if rate is None else rate for rate, default in zip(self._given_rates, defaults, strict=True)
-        ]
+        return [default if rate is None else rate for rate, default in zip(self._given_rates, defaults, strict=True)]
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
         for name, remark in self._missing_factories.items():
             from_plain(name, remark)
         groups = [
-            {"params": list(self._parameters_of(agent).values()), "name": f"agent_{agent}", "lr": rate}
-            for agent, rate in enumerate(self.learning_rates)
+            {"params": list(parameters.values()), "name": name, "lr": rate}
+            for (name, parameters), rate in zip(
+                self.learner.parameter_groups().items(), self.learning_rates, strict=True
+            )
         ]
         optimizer = self.optimizer(groups)
         if self.lr_scheduler is None:
@@ -250,7 +260,7 @@ class CooperativeModule(BufferedUpdates):
         warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging")
         self.fit_trainer = self.trainer
         self._forget_leftovers()
-        self.team.train()
+        self.train()
 
     def _forget_leftovers(self) -> None:
         """Leave nothing of a fit that stopped early to another one; a resumed fit restores its own later."""
@@ -273,7 +283,7 @@ class CooperativeModule(BufferedUpdates):
     def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
         self.step_start = Progress.of(self)
         self.rollouts = self._collect(batch, _TRAIN, self.sampling, self.shape)
-        credited = assign_credit(self.rollouts, self.discount)
+        credited = self.learner.credit(self.rollouts, self.discount)
         self._record_collection(self.rollouts, credited)
         self.buffer += credited
         # Lightning does not see the end of a stream that is shorter than `limit_train_batches`.

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from typing_extensions import override
 
 from comlrl_lightning.agents.team import AgentTeam
+from comlrl_lightning.algorithms.rows import (
+    PolicyRow,
+    PreparedNode,
+    UpdateStats,
+    micro_batches,
+    pad_rows,
+    sequence_lengths,
+)
 from comlrl_lightning.algorithms.settings import PolicySettings
 from comlrl_lightning.distributed import all_reduce_sum
 from comlrl_lightning.functional import (
@@ -23,88 +33,71 @@ from comlrl_lightning.functional import (
     subtract_kl,
 )
 from comlrl_lightning.metrics import MetricTable, agent_key, turn_key
-from comlrl_lightning.rollouts.buffer import CreditedNode
-from comlrl_lightning.rollouts.types import Completion, Node
+from comlrl_lightning.rollouts.buffer import CreditedNode, assign_credit
+from comlrl_lightning.rollouts.types import Completion, Node, Rollouts
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyRow:
-    """One completion with what the policy loss needs to know of it."""
-
-    completion: Completion
-    advantage: float
-    scale: float
-    """Weight of this completion's loss in the sum over the mini-batch."""
-    old_log_probs: Tensor | None
-    """`[C]` log-probabilities before the first update on this buffer; None when there is one update only."""
+def agent_group(agent: int) -> str:
+    """Name of the parameter group of an agent."""
+    return f"agent_{agent}"
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedNode:
-    """The completions of a node that have a gradient. A node without any still counts in the mini-batch's mean."""
-
-    rows: tuple[PolicyRow, ...]
-
-
-@dataclass(slots=True)
-class UpdateStats:
-    """Sums over the rows of one optimizer step, one entry per agent."""
-
-    num_agents: int
-    loss: Tensor = field(init=False)
-    sums: Tensor = field(init=False)
-    """`[N, 7]` tokens, clipped tokens, entropy, sampler gap, completions, ratios, squared ratios."""
-
-    def __post_init__(self) -> None:
-        self.loss = torch.zeros(self.num_agents, dtype=torch.float64)
-        self.sums = torch.zeros(self.num_agents, 7, dtype=torch.float64)
-
-    def add(self, agents: Tensor, losses: Tensor, columns: Sequence[Tensor]) -> None:
-        """Add the `[R]` losses and `[R]` columns of the rows of `[R]` agents."""
-        self.loss.index_add_(0, agents, losses.detach().double().cpu())
-        rows = torch.stack([column.detach().double().cpu() for column in columns], dim=1)
-        self.sums.index_add_(0, agents, rows)
-
-    def record(self, table: MetricTable, num_nodes: int) -> None:
-        """Write the means of this optimizer step to the metrics."""
-        for agent in range(self.num_agents):
-            table.update(agent_key(agent, "loss"), self.loss[agent] / max(num_nodes, 1), float(num_nodes))
-            tokens, clipped, entropy, gap, completions, ratios, squared_ratios = self.sums[agent].tolist()
-            if tokens:
-                table.update(agent_key(agent, "clip_share"), clipped / tokens, tokens)
-                table.update(agent_key(agent, "entropy"), entropy / tokens, tokens)
-                table.update(agent_key(agent, "sampler_gap"), gap / tokens, tokens)
-                share = ratios**2 / (completions * squared_ratios)
-                table.update(agent_key(agent, "effective_sample_size"), share, completions)
-
-
-class GroupRelativeLearner:
-    """Critic-free policy gradients: returns of a group against a baseline from the same group.
+class Learner(ABC):
+    """Credit and loss of a team; an algorithm says what an advantage is.
 
     Args:
         team: The agents.
         settings: Settings of the policy loss.
-        baseline: What is subtracted from the returns of a group.
-        normalization: What the advantages are divided by.
         micro_batch_tokens: Padded tokens per forward pass.
         table: Where metrics go.
     """
 
-    def __init__(
-        self,
-        team: AgentTeam,
-        settings: PolicySettings,
-        baseline: Baseline,
-        normalization: Normalization,
-        micro_batch_tokens: int,
-        table: MetricTable,
-    ) -> None:
+    def __init__(self, team: AgentTeam, settings: PolicySettings, micro_batch_tokens: int, table: MetricTable) -> None:
         self.team = team
         self.settings = settings
-        self.baseline: Baseline = baseline
-        self.normalization: Normalization = normalization
         self.micro_batch_tokens = micro_batch_tokens
         self.table = table
+
+    def parameter_groups(self) -> dict[str, dict[str, Parameter]]:
+        """Trained parameters by group; each group has its own learning rate and gradient norm."""
+        return {agent_group(agent): self.team.agent_parameters(agent) for agent in range(self.team.num_agents)}
+
+    def credit(self, rollouts: Rollouts, discount: float) -> list[CreditedNode]:
+        """What the policies and critics that collected a rollout can say of it, once and for all.
+
+        Args:
+            rollouts: Scored nodes, breadth first.
+            discount: Factor per turn.
+        """
+        return assign_credit(rollouts, discount)
+
+    @abstractmethod
+    def advantages(
+        self, buffer: Sequence[CreditedNode], num_turns: int, kappa: Sequence[Tensor] | None
+    ) -> list[Tensor]:
+        """`[nodes][N, K]` advantages in float64. Call it on every rank.
+
+        Args:
+            buffer: Nodes of this rank.
+            num_turns: T, the same on every rank.
+            kappa: `[nodes][N, K]` log-ratio to the reference policy; None without a penalty.
+        """
+
+    def active_groups(self, nodes: Sequence[PreparedNode]) -> set[str]:
+        """Names of the parameter groups that get a gradient from these nodes."""
+        return {agent_group(row.completion.agent) for node in nodes for row in node.rows}
+
+    def losses(self, nodes: Sequence[PreparedNode], stats: UpdateStats) -> Iterator[Tensor]:
+        """Summed losses of one mini-batch, one micro-batch after the other: call backward before taking the next.
+
+        Args:
+            nodes: The mini-batch; divide the gradients by its number of nodes.
+            stats: Gets the sums to log.
+        """
+        rows = [row for node in nodes for row in node.rows]
+        lengths = sequence_lengths([row.completion for row in rows])
+        for positions in micro_batches(lengths, self.micro_batch_tokens):
+            yield self.loss([rows[position] for position in positions], stats)
 
     def prepare(self, buffer: Sequence[CreditedNode], num_turns: int, stale: bool) -> list[PreparedNode]:
         """Advantages, scales and old log-probs of a whole buffer. Call it on every rank.
@@ -122,7 +115,7 @@ class GroupRelativeLearner:
         current = self.score(completions) if stale or with_kl else []
         nodes = [entry.node for entry in buffer]
         kappa = self._record_kl(self.table, nodes, *self.kl(completions, current)) if with_kl else None
-        advantages = self._advantages(buffer, num_turns, kappa)
+        advantages = self.advantages(buffer, num_turns, kappa)
         mean_weight = self._mean_weight(buffer)
         old = iter(current if stale else [None] * len(completions))
         prepared = []
@@ -153,7 +146,7 @@ class GroupRelativeLearner:
         advantages = like.new_tensor([row.advantage for row in rows])
         old = None
         if rows[0].old_log_probs is not None:
-            old = _pad([row.old_log_probs for row in rows if row.old_log_probs is not None], like)
+            old = pad_rows([row.old_log_probs for row in rows if row.old_log_probs is not None], like)
         clip = (None, None) if old is None else (settings.clip_epsilon, settings.clip_epsilon_high)
         policy = policy_loss(
             like,
@@ -166,7 +159,7 @@ class GroupRelativeLearner:
         )
         entropy = (scores.entropy * mask).sum(1)
         losses = (policy.loss - settings.entropy_coef * entropy) * like.new_tensor([row.scale for row in rows])
-        sampler = _pad([torch.tensor(row.completion.log_probs) for row in rows], like)
+        sampler = pad_rows([torch.tensor(row.completion.log_probs) for row in rows], like)
         behavior = like.detach() if old is None else old
         gap = ((behavior - sampler).abs() * mask).sum(1)
         # Clamped, for a share of squares: a completion that drifted far must not overflow it.
@@ -185,7 +178,7 @@ class GroupRelativeLearner:
             reference: Score under the reference policy.
         """
         scored: list[Tensor] = [torch.empty(0)] * len(completions)
-        for batch in micro_batches(completions, self.micro_batch_tokens):
+        for batch in micro_batches(sequence_lengths(completions), self.micro_batch_tokens):
             chosen = [completions[position] for position in batch]
             scores = self.team.log_probs(chosen, temperature=self.settings.temperature, reference=reference)
             for row, position in enumerate(batch):
@@ -202,7 +195,7 @@ class GroupRelativeLearner:
         reference = self.score(completions, reference=True)
         if not completions:
             return torch.empty(0), torch.empty(0)
-        log_probs, reference_log_probs = _pad(current, current[0]), _pad(reference, current[0])
+        log_probs, reference_log_probs = pad_rows(current, current[0]), pad_rows(reference, current[0])
         lengths = torch.tensor([len(one.token_ids) for one in completions], device=log_probs.device)
         mask = torch.arange(log_probs.shape[1], device=log_probs.device) < lengths[:, None]
         return sequence_kl(log_probs, reference_log_probs, mask), kl_estimate(log_probs, reference_log_probs, mask)
@@ -228,10 +221,45 @@ class GroupRelativeLearner:
             first = last
         return per_node
 
-    def _advantages(
+    def _mean_weight(self, buffer: Sequence[CreditedNode]) -> float:
+        totals = torch.tensor([sum(entry.weight for entry in buffer), len(buffer)], dtype=torch.float64)
+        weight, count = all_reduce_sum(totals).tolist()
+        return weight / count if count else 1.0
+
+    def _is_silent(self, advantages: Tensor) -> bool:
+        """Whether a group has no gradient at all, so that its forward pass can be left out."""
+        return self.settings.entropy_coef == 0 and not advantages.any()
+
+
+class GroupRelativeLearner(Learner):
+    """Critic-free policy gradients: returns of a group against a baseline from the same group.
+
+    Args:
+        team: The agents.
+        settings: Settings of the policy loss.
+        baseline: What is subtracted from the returns of a group.
+        normalization: What the advantages are divided by.
+        micro_batch_tokens: Padded tokens per forward pass.
+        table: Where metrics go.
+    """
+
+    def __init__(
+        self,
+        team: AgentTeam,
+        settings: PolicySettings,
+        baseline: Baseline,
+        normalization: Normalization,
+        micro_batch_tokens: int,
+        table: MetricTable,
+    ) -> None:
+        super().__init__(team, settings, micro_batch_tokens, table)
+        self.baseline: Baseline = baseline
+        self.normalization: Normalization = normalization
+
+    @override
+    def advantages(
         self, buffer: Sequence[CreditedNode], num_turns: int, kappa: Sequence[Tensor] | None
     ) -> list[Tensor]:
-        """`[nodes][N, K]` advantages in float64."""
         returns = [torch.tensor(entry.returns, dtype=torch.float64) for entry in buffer]
         moments = torch.zeros(num_turns, self.team.num_agents, 2, dtype=torch.float64)
         for entry, values in zip(buffer, returns, strict=True):
@@ -246,34 +274,3 @@ class GroupRelativeLearner:
                 result = subtract_kl(result, kappa[position], self.settings.reference_kl_coef, self.baseline)
             advantages.append(result)
         return advantages
-
-    def _mean_weight(self, buffer: Sequence[CreditedNode]) -> float:
-        totals = torch.tensor([sum(entry.weight for entry in buffer), len(buffer)], dtype=torch.float64)
-        weight, count = all_reduce_sum(totals).tolist()
-        return weight / count if count else 1.0
-
-    def _is_silent(self, advantages: Tensor) -> bool:
-        """Whether a group has no gradient at all, so that its forward pass can be left out."""
-        return self.settings.entropy_coef == 0 and not advantages.any()
-
-
-def micro_batches(completions: Sequence[Completion], token_budget: int) -> list[list[int]]:
-    """Positions of completions of similar length, cut so that a padded batch stays within the token budget.
-
-    Args:
-        completions: Completions of any agents.
-        token_budget: Padded tokens per batch; a longer completion gets a batch of its own.
-    """
-    lengths = [len(one.prompt_ids) + len(one.token_ids) for one in completions]
-    batches: list[list[int]] = []
-    for position in sorted(range(len(completions)), key=lambda row: (lengths[row], row)):
-        if batches and (len(batches[-1]) + 1) * lengths[position] <= token_budget:
-            batches[-1].append(position)
-        else:
-            batches.append([position])
-    return batches
-
-
-def _pad(rows: Sequence[Tensor], like: Tensor) -> Tensor:
-    """`[R, C]` rows filled up with zeros on the right, with the dtype and device of `like`."""
-    return torch.nn.utils.rnn.pad_sequence([row.to(like) for row in rows], batch_first=True)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.algorithms.checks import check_choice
+from comlrl_lightning.algorithms.checks import check_choice, check_nodes, check_sampling
 from comlrl_lightning.algorithms.cooperative import CooperativeModule
 from comlrl_lightning.algorithms.learners import GroupRelativeLearner
 from comlrl_lightning.functional import Baseline
@@ -42,8 +40,8 @@ class GroupRelativeModule(CooperativeModule):
         self.shape = replace(self.shape, joint_mode=joint_mode)
         self.advantage_normalization: Literal["group", "batch", False] = advantage_normalization
         self._check_group()
-        self._check_sampling()
-        self._check_tree()
+        check_sampling(type(self).__name__, self.sampling, refuse=self.baseline == "none")
+        check_nodes(self.shape, self.num_agents, self.max_nodes)
 
     def _check_group(self) -> None:
         name, size = type(self).__name__, self.shape.num_generations
@@ -64,34 +62,10 @@ class GroupRelativeModule(CooperativeModule):
                 " Use num_generations >= 2, or MAREINFORCE."
             )
 
-    def _check_sampling(self) -> None:
-        sampling, name = self.sampling, type(self).__name__
-        if sampling.top_p == 1 and sampling.top_k is None and sampling.min_new_tokens == 0:
-            return
-        given = (
-            f"sampling with top_p={sampling.top_p}, top_k={sampling.top_k}, min_new_tokens={sampling.min_new_tokens}"
-        )
-        bias = (
-            "cuts the distribution that completions come from, while the update scores the full one: a constant"
-            " positive advantage then pushes the kept tokens up and the entropy falls."
-        )
-        if self.baseline == "none":
-            raise ValueError(f"{name}: {given} {bias} Leave them out, or use an algorithm with a baseline.")
-        rank_zero_warn(f"{given} {bias} Leave them out for unbiased gradients.")
-
-    def _check_tree(self) -> None:
-        nodes = self.shape.num_nodes(self.num_agents)
-        if nodes > self.max_nodes:
-            raise ValueError(
-                f"num_turns={self.num_turns} with num_generations={self.shape.num_generations} and"
-                f" joint_mode={self.shape.joint_mode!r} grows to {nodes} nodes per task item, above max_nodes="
-                f"{self.max_nodes}. Use fewer turns or generations, joint_mode='aligned', or raise max_nodes."
-            )
-
     @override
-    def build_learner(self, team: AgentTeam) -> GroupRelativeLearner:
+    def build_learner(self) -> GroupRelativeLearner:
         return GroupRelativeLearner(
-            team,
+            self.team,
             self.policy,
             self.baseline,
             self.advantage_normalization,

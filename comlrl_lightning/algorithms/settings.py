@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
-from comlrl_lightning.algorithms.checks import check_at_least, check_choice, check_positive, check_whole
+from comlrl_lightning.algorithms.checks import check_at_least, check_choice, check_positive, check_share, check_whole
 from comlrl_lightning.functional import ImportanceLevel
 
 OnNonfinite = Literal["raise", "skip"]
 """What happens to an update whose loss or gradient is not finite."""
 
 
-S = TypeVar("S", "PolicySettings", "UpdateSettings")
+S = TypeVar("S", "PolicySettings", "UpdateSettings", "ValueSettings")
 
 
 def gathered(kind: type[S], given: Mapping[str, Any]) -> S:
@@ -70,3 +70,22 @@ class UpdateSettings:
         check_whole(1, **{name: size for name, size in sizes.items() if size is not None})
         check_positive(max_grad_norm=self.max_grad_norm)
         check_choice(("raise", "skip"), on_nonfinite=self.on_nonfinite)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSettings:
+    """Settings of critics and of their loss, as `ActorCriticModule` documents them."""
+
+    critic_type: Literal["v", "q"]
+    critic_learning_rate: float | None
+    value_loss_coef: float
+    value_clip_range: float | None
+    gae_lambda: float
+    advantage_normalization: Literal["batch", False]
+
+    def __post_init__(self) -> None:
+        check_choice(("v", "q"), critic_type=self.critic_type)
+        check_at_least(0.0, critic_learning_rate=self.critic_learning_rate)
+        check_positive(value_loss_coef=self.value_loss_coef, value_clip_range=self.value_clip_range)
+        check_share(gae_lambda=self.gae_lambda)
+        check_choice(("batch", False), advantage_normalization=self.advantage_normalization)

@@ -17,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.algorithms.learners import GroupRelativeLearner, PreparedNode, UpdateStats, micro_batches
+from comlrl_lightning.algorithms.learners import Learner
 from comlrl_lightning.algorithms.optimization import average_gradients, clip_gradients
+from comlrl_lightning.algorithms.rows import PreparedNode, UpdateStats
 from comlrl_lightning.algorithms.settings import PolicySettings, UpdateSettings
 from comlrl_lightning.distributed import max_over_ranks, sum_over_ranks, world_size
-from comlrl_lightning.metrics import MetricTable, agent_key
+from comlrl_lightning.metrics import MetricTable, group_key
 from comlrl_lightning.rollouts.buffer import CreditedNode
 
 
@@ -38,13 +39,7 @@ class BufferedUpdates(LightningModule):
     num_agents: int
     num_turns: int
     team: AgentTeam
-    learner: GroupRelativeLearner
-
-    def _parameters_of(self, agent: int) -> Mapping[str, Parameter]:
-        parameters = self.team.agent_parameters(agent)
-        if not parameters:
-            raise ValueError(f"Agent {agent} has no trainable parameters. Give it LoRA settings or trainable weights.")
-        return parameters
+    learner: Learner
 
     def _buffer_is_full(self) -> bool:
         """Whether the buffers of all ranks together hold enough; the same answer on every rank."""
@@ -86,16 +81,16 @@ class BufferedUpdates(LightningModule):
         assert isinstance(optimizer, LightningOptimizer)
         optimizer.zero_grad(set_to_none=True)
         stats = UpdateStats(self.num_agents)
-        rows = [row for node in nodes for row in node.rows]
-        for positions in micro_batches([row.completion for row in rows], self.updates.micro_batch_tokens):
-            self._backward(self.learner.loss([rows[position] for position in positions], stats))
-        groups = [list(self._parameters_of(agent).values()) for agent in range(self.num_agents)]
-        has_rows = [any(row.completion.agent == agent for row in rows) for agent in range(self.num_agents)]
-        active = average_gradients(groups, len(nodes), has_rows)
-        if any(active) and not self._clip(groups, active):
+        for loss in self.learner.losses(nodes, stats):
+            self._backward(loss)
+        groups = {name: list(group.values()) for name, group in self.learner.parameter_groups().items()}
+        here = self.learner.active_groups(nodes)
+        active = average_gradients(list(groups.values()), len(nodes), [name in here for name in groups])
+        moving = {name: group for (name, group), moves in zip(groups.items(), active, strict=True) if moves}
+        if moving and not self._clip(moving):
             return
         stats.record(self.training_metrics, len(nodes))
-        if any(active):
+        if moving:
             optimizer.step()
             self.update_step += 1
             scheduler = self.lr_schedulers()
@@ -108,23 +103,19 @@ class BufferedUpdates(LightningModule):
         with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
             self.manual_backward(loss)
 
-    def _clip(self, groups: Sequence[Sequence[Parameter]], active: Sequence[bool]) -> bool:
-        """Clip each agent's gradients; False when they are not finite and the step is to be skipped."""
-        norms = {
-            agent: clip_gradients(groups[agent], self.updates.max_grad_norm)
-            for agent in range(self.num_agents)
-            if active[agent]
-        }
-        broken = [agent for agent, norm in norms.items() if not math.isfinite(norm)]
+    def _clip(self, groups: Mapping[str, Sequence[Parameter]]) -> bool:
+        """Clip each group's gradients; False when they are not finite and the step is to be skipped."""
+        norms = {name: clip_gradients(group, self.updates.max_grad_norm) for name, group in groups.items()}
+        broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
         self.training_metrics.update("nonfinite_updates", float(bool(broken)))
         if broken and self.updates.on_nonfinite == "raise":
             raise ValueError(
-                f"The gradient of agent {broken[0]} is not finite at env_step {self.env_step}. Lower"
-                " agent_learning_rate, look at the rewards, or leave such updates out with on_nonfinite='skip'."
+                f"The gradient of {broken[0]} is not finite at env_step {self.env_step}. Lower its learning rate, look"
+                " at the rewards, or leave such updates out with on_nonfinite='skip'."
             )
         if broken:
-            rank_zero_warn(f"An update was left out: the gradients of agents {broken} are not finite.")
+            rank_zero_warn(f"An update was left out: the gradients of {', '.join(broken)} are not finite.")
             return False
-        for agent, norm in norms.items():
-            self.training_metrics.update(agent_key(agent, "grad_norm"), norm)
+        for name, norm in norms.items():
+            self.training_metrics.update(group_key(name, "grad_norm"), norm)
         return True

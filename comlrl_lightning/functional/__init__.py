@@ -37,19 +37,36 @@ from comlrl_lightning.functional.kl import kl_estimate, sequence_kl
 from comlrl_lightning.functional.log_probs import chunked_log_probs, masked_sum, token_log_probs
 from comlrl_lightning.functional.policy import ImportanceLevel, PolicyLoss, policy_loss
 from comlrl_lightning.functional.returns import Parents, agent_returns, node_weights, tree_returns
+from comlrl_lightning.functional.values import (
+    Credit,
+    advantage_moments,
+    center_and_scale,
+    explained_variance,
+    explained_variance_moments,
+    gae,
+    leave_one_out_weights,
+    value_loss,
+)
 
 __all__ = [
     "Baseline",
+    "Credit",
     "ImportanceLevel",
     "Normalization",
     "Parents",
     "PolicyLoss",
+    "advantage_moments",
     "agent_returns",
     "batch_moments",
     "batch_rms",
+    "center_and_scale",
     "chunked_log_probs",
+    "explained_variance",
+    "explained_variance_moments",
+    "gae",
     "group_advantages",
     "kl_estimate",
+    "leave_one_out_weights",
     "masked_sum",
     "node_weights",
     "policy_loss",
@@ -58,4 +75,5 @@ __all__ = [
     "subtract_kl",
     "token_log_probs",
     "tree_returns",
+    "value_loss",
 ]

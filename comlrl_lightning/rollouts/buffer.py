@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from comlrl_lightning.functional import agent_returns, node_weights, tree_returns
 from comlrl_lightning.rollouts.types import Node, Rollouts
+
+
+@dataclass(frozen=True, slots=True)
+class Critique:
+    """What critics, as they were at the collection, make of a node of one joint completion.
+
+    O outputs: one for a shared reward under a centralized critic, else one per agent.
+    """
+
+    values: tuple[float, ...]
+    """`[O]` predicted returns."""
+    targets: tuple[float, ...]
+    """`[O]` what the critics are to predict."""
+    td_errors: tuple[float, ...]
+    """`[O]` reward plus discounted next value minus value."""
+    advantages: tuple[float, ...]
+    """`[N]` weight of each agent's policy gradient, before normalization."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +41,8 @@ class CreditedNode:
     """`[N][K]` return of each agent's completions."""
     weight: float
     """Product over the ancestors of 1/J: the probability of a node under uniform choice of the branches."""
+    critique: Critique | None = None
+    """What the critics say; None without any."""
 
     def to_state(self) -> dict[str, Any]:
         """Plain values for a checkpoint that loads with ``weights_only=True``."""
@@ -31,12 +51,14 @@ class CreditedNode:
             "joint_returns": self.joint_returns,
             "returns": self.returns,
             "weight": self.weight,
+            "critique": None if self.critique is None else asdict(self.critique),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> CreditedNode:
         """Inverse of `to_state`."""
-        return cls(**{**state, "node": Node.from_state(state["node"])})
+        critique = None if state["critique"] is None else Critique(**state["critique"])
+        return cls(**{**state, "node": Node.from_state(state["node"]), "critique": critique})
 
 
 def assign_credit(rollouts: Rollouts, discount: float) -> list[CreditedNode]:
@@ -55,11 +77,27 @@ def assign_credit(rollouts: Rollouts, discount: float) -> list[CreditedNode]:
     parents = [node.parent for node in nodes]
     rewards = [torch.tensor(node.rewards, dtype=torch.float64) for node in nodes]
     weights = node_weights(parents, [len(node.rewards) for node in nodes]).tolist()
+    shared = tree_returns(rewards, parents, discount)
+    own = _own_returns(nodes, discount) or [shared] * len(nodes[0].prompts)
     credited = []
-    for node, returns, weight in zip(nodes, tree_returns(rewards, parents, discount), weights, strict=True):
-        per_agent = agent_returns(returns, torch.tensor(node.joint), len(node.completions[0]))
-        credited.append(CreditedNode(node, tuple(returns.tolist()), _nested(per_agent.tolist()), weight))
+    for position, node in enumerate(nodes):
+        joint, num_generations = torch.tensor(node.joint), len(node.completions[0])
+        rows = [
+            agent_returns(returns[position], joint, num_generations)[agent].tolist()
+            for agent, returns in enumerate(own)
+        ]
+        credited.append(CreditedNode(node, tuple(shared[position].tolist()), _nested(rows), weights[position]))
     return credited
+
+
+def _own_returns(nodes: Sequence[Node], discount: float) -> list[list[Tensor]]:
+    """`[N][nodes][J]` returns of each agent's own rewards; nothing where they share one."""
+    rewards = [
+        torch.tensor(node.agent_rewards, dtype=torch.float64) for node in nodes if node.agent_rewards is not None
+    ]
+    parents = [node.parent for node in nodes]
+    num_agents = rewards[0].shape[1] if rewards else 0
+    return [tree_returns([table[:, agent] for table in rewards], parents, discount) for agent in range(num_agents)]
 
 
 def _nested(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:

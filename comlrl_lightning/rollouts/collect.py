@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +55,8 @@ class RolloutShape:
     """``"aligned"`` pairs the k-th completions, ``"cross"`` takes all K^N combinations."""
     early_termination_threshold: float | None = None
     """A node whose mean processed reward exceeds it is not expanded."""
+    trajectories: bool = False
+    """Follow K independent trajectories, in nodes of one joint completion, instead of growing a tree."""
 
     def __post_init__(self) -> None:
         for name, value in (("num_generations", self.num_generations), ("num_turns", self.num_turns)):
@@ -68,6 +72,8 @@ class RolloutShape:
 
     def num_nodes(self, num_agents: int) -> int:
         """Largest number of nodes that one task item can grow to."""
+        if self.trajectories:
+            return self.num_generations * self.num_turns
         branches = self.num_generations ** (num_agents if self.joint_mode == "cross" else 1)
         return sum(branches**turn for turn in range(self.num_turns))
 
@@ -155,7 +161,10 @@ class Collector:
             started = time.perf_counter()
             sampled = self._sample(branches, turn)
             generated = time.perf_counter()
-            scored = [self._score(branch, turn, group) for branch, group in zip(branches, sampled, strict=True)]
+            if self.shape.trajectories:
+                branches, scored = self._score_trajectories(branches, turn, sampled)
+            else:
+                scored = [self._score(branch, turn, group) for branch, group in zip(branches, sampled, strict=True)]
             reward_seconds += time.perf_counter() - generated
             generation_seconds += generated - started
             first = len(nodes)
@@ -178,7 +187,8 @@ class Collector:
 
     def _sample(self, branches: Sequence[_Branch], turn: int) -> list[tuple[tuple[Completion, ...], ...]]:
         """`[nodes][N][K]` completions of all branches by one call of the team."""
-        num_agents, samples = self.team.num_agents, range(self.shape.num_generations)
+        num_agents = self.team.num_agents
+        samples = range(1 if self.shape.trajectories and turn > 1 else self.shape.num_generations)
         requests = [
             GenerationRequest(
                 agent,
@@ -195,20 +205,45 @@ class Collector:
         return [tuple(groups[start : start + num_agents]) for start in range(0, len(groups), num_agents)]
 
     def _score(self, branch: _Branch, turn: int, completions: tuple[tuple[Completion, ...], ...]) -> Node:
-        unscored = Node(
-            branch.task, turn, branch.path, branch.parent, branch.prompts, completions, self.joint, rewards=()
-        )
+        node = Node(branch.task, turn, branch.path, branch.parent, branch.prompts, completions, self.joint, rewards=())
+        rewards, of_agents = self._rewards(branch.task, turn, texts(node), branch.prompts)
+        return replace(node, rewards=rewards, agent_rewards=of_agents)
+
+    def _score_trajectories(
+        self, branches: Sequence[_Branch], turn: int, sampled: Sequence[tuple[tuple[Completion, ...], ...]]
+    ) -> tuple[list[_Branch], list[Node]]:
+        """Every sample as a branch and a node of its own, scored by one call per task."""
+        singles = [
+            (replace(branch, path=(*branch.path, sample)), tuple((group[sample],) for group in groups))
+            for branch, groups in zip(branches, sampled, strict=True)
+            for sample in range(len(groups[0]))
+        ]
+        joint = ((0,) * self.team.num_agents,)
+        nodes: list[Node] = []
+        # Branches of a task stand together: they were made task by task, and none moves.
+        for task, group in groupby(singles, key=lambda single: single[0].task):
+            unscored = [
+                Node(task, turn, branch.path, branch.parent, branch.prompts, completions, joint, rewards=())
+                for branch, completions in group
+            ]
+            per_agent = [[node.completions[agent][0].text for node in unscored] for agent in range(len(joint[0]))]
+            prompts = unscored[0].prompts if turn == 1 else None
+            rewards, of_agents = self._rewards(task, turn, per_agent, prompts)
+            for place, node in enumerate(unscored):
+                own = None if of_agents is None else (of_agents[place],)
+                nodes.append(replace(node, rewards=(rewards[place],), agent_rewards=own))
+        return [branch for branch, _ in singles], nodes
+
+    def _rewards(
+        self, task: int, turn: int, completions: Sequence[Sequence[str]], prompts: tuple[Prompt, ...] | None
+    ) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...] | None]:
+        """`[J]` rewards and, if each agent has its own, `[J][N]` those."""
+        reward, item, index = self.interface.reward, self._items[task], self._indices[task]
         with user_code():
-            rewards = self.interface.reward(
-                texts(unscored),
-                item=self._items[branch.task],
-                prompts=branch.prompts,
-                turn=turn,
-                item_index=self._indices[branch.task],
-            )
-        return Node(
-            branch.task, turn, branch.path, branch.parent, branch.prompts, completions, self.joint, tuple(rewards)
-        )
+            if not reward.per_agent:
+                return tuple(reward(completions, item=item, prompts=prompts, turn=turn, item_index=index)), None
+            rows = reward.of_agents(completions, item=item, prompts=prompts, turn=turn, item_index=index)
+        return tuple(fmean(row) for row in rows), tuple(map(tuple, rows))
 
     def _children(self, branch: _Branch, node: Node, position: int) -> Iterator[_Branch]:
         for index in range(len(node.joint)):
@@ -217,7 +252,7 @@ class Collector:
             response_history = _extend(branch.response_history, tuple(completion.text for completion in joint))
             yield _Branch(
                 branch.task,
-                (*branch.path, index),
+                branch.path if self.shape.trajectories else (*branch.path, index),
                 (position, index),
                 self._next_prompts(node, joint, prompt_history, response_history),
                 prompt_history,

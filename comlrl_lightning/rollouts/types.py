@@ -7,6 +7,9 @@ Example: two agents, aligned, K=2, T=2, one task item. Turn 1 gives one node wit
 ``((a1, a2), (b1, b2))``, ``joint == ((0, 0), (1, 1))`` and two rewards. Each joint completion spawns a child: the nodes
 ``path == (0,)`` and ``path == (1,)`` with ``parent == (0, 0)`` and ``parent == (0, 1)``. `Rollouts.nodes` holds the
 three of them in this order; their J=2 rewards each make 6 scored joint completions.
+
+As independent trajectories the same task gives two nodes of one joint completion per turn: ``path == (0,)`` and
+``(1,)`` at turn 1, ``(0, 0)`` and ``(1, 0)`` at turn 2. The last index of a path is then the sample itself.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class Node:
     turn: int
     """Turn, from 1."""
     path: tuple[int, ...]
-    """Joint completions chosen on the way here, one index per former turn."""
+    """Joint completions chosen on the way here, one index per former turn; in a trajectory this turn's too."""
     parent: tuple[int, int] | None
     """Position in `Rollouts.nodes` of the parent and the index of its joint completion; None at turn 1."""
     prompts: tuple[Prompt, ...]
@@ -60,7 +63,9 @@ class Node:
     joint: tuple[tuple[int, ...], ...]
     """`[J][N]` index of each agent's completion in each joint completion."""
     rewards: tuple[float, ...]
-    """`[J]` processed rewards."""
+    """`[J]` processed rewards; the mean over the agents where each has its own."""
+    agent_rewards: tuple[tuple[float, ...], ...] | None = None
+    """`[J][N]` processed rewards of each agent; None when they share one."""
 
     def joint_completion(self, index: int) -> tuple[Completion, ...]:
         """`[N]` the completions that form joint completion `index`."""

@@ -12,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, ReduceLROnPlateau, SequentialLR
 
 from comlrl_lightning.agents.settings import Sampling, SharedBase
-from comlrl_lightning.algorithms import ALGORITHMS, MAGRPO, MAREINFORCE, MARLOO, CooperativeModule, MAReMax
+from comlrl_lightning.algorithms import ALGORITHMS, IAC, MAAC, MAGRPO, MAREINFORCE, MARLOO, CooperativeModule, MAReMax
 from comlrl_lightning.algorithms.checks import learning_rates
 from tests.algorithms.support import fit, make_module, uneven_reward, weights
 
@@ -178,7 +178,8 @@ class TestAccepted:
 
     def test_defaults_of_the_normalization(self) -> None:
         defaults = {algorithm: construct(algorithm).hparams["advantage_normalization"] for algorithm in ALGORITHMS}
-        assert defaults == {MAREINFORCE: False, MAGRPO: "group", MARLOO: "group", MAReMax: "group"}
+        groups: dict[Any, Any] = {MAREINFORCE: False, MAGRPO: "group", MARLOO: "group", MAReMax: "group"}
+        assert defaults == {**groups, IAC: "batch", MAAC: "batch"}
 
     def test_functions_may_be_import_paths(self) -> None:
         module = construct(reward_func="tests.algorithms.support.uneven_reward", num_turns=2)

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from comlrl_lightning.agents.settings import Sampling, SharedBase
-from comlrl_lightning.algorithms import MAGRPO, CooperativeModule
+from comlrl_lightning.agents.settings import Sampling, SharedBase, ValueHead
+from comlrl_lightning.algorithms import IAC, MAAC, MAGRPO, CooperativeModule
 from comlrl_lightning.rollouts.types import Rollouts
 from tests.algorithms.reference import Agent
 from tests.algorithms.support import (
@@ -38,12 +38,18 @@ def exact_agents(**settings: Any) -> SharedBase:
     return SharedBase(model, num_agents=2, lora=LORA, tokenizer=tiny_tokenizer(), **settings)
 
 
-def gradients(items: list[dict[str, Any]], batch_size: int, **settings: Any) -> list[list[list[Tensor | None]]]:
-    """`[steps][N][parameters]` of a fit."""
+def gradients(
+    items: list[dict[str, Any]], batch_size: int, algorithm: type[CooperativeModule] = MAGRPO, **settings: Any
+) -> list[list[list[Tensor | None]]]:
+    """`[steps][groups][parameters]` of a fit."""
     agents = settings.pop("agents", None) or exact_agents()
-    module = trained_a_little(
-        make_module(MAGRPO, agents, optimizer=RecordingSGD, max_grad_norm=None, num_turns=2, **settings)
-    )
+    torch.set_default_dtype(torch.float64)  # of the heads of critics, which are float32 otherwise
+    try:
+        module = trained_a_little(
+            make_module(algorithm, agents, optimizer=RecordingSGD, max_grad_norm=None, num_turns=2, **settings)
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
     trainer = fit(module, items, batch_size)
     return cast("RecordingSGD", trainer.optimizers[0]).recorded
 
@@ -70,6 +76,19 @@ def test_eight_items_at_once_or_in_steps() -> None:
     assert len(whole) == 1
     for batch_size in (4, 1):
         assert_equal(gradients(EIGHT, batch_size, **settings), whole)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [(IAC, {"critic": ValueHead()}), (IAC, {"critic_type": "q"}), (MAAC, {"reference_kl_coef": 0.1})],
+)
+def test_cuts_do_not_matter_to_critics(algorithm: type[CooperativeModule], settings: dict[str, Any]) -> None:
+    # K=2, T=2: 4 nodes per item, values and targets by the critics as they are at each step's collection.
+    settings = {"rollout_buffer_size": 16, **settings}
+    whole = gradients(EIGHT[:4], 4, algorithm, micro_batch_tokens=100_000, **settings)
+    assert len(whole) == 1
+    assert_equal(gradients(EIGHT[:4], 2, algorithm, micro_batch_tokens=100_000, **settings), whole)
+    assert_equal(gradients(EIGHT[:4], 1, algorithm, micro_batch_tokens=60, **settings), whole)
 
 
 def test_gradient_checkpointing_does_not_matter() -> None:

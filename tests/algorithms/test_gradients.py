@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from peft import LoraConfig, get_peft_model
 
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.algorithms import ALGORITHMS, MAGRPO, MAREINFORCE, MARLOO, CooperativeModule, MAReMax
+from comlrl_lightning.algorithms import MAGRPO, MAREINFORCE, MARLOO, CooperativeModule, MAReMax
 from tests.algorithms.reference import Agent, Gradients, Objective, learn
 from tests.algorithms.support import (
     ITEMS,
@@ -149,7 +149,7 @@ def test_teams_of_every_kind(kind: Kind, num_agents: int, joint_mode: str, num_t
     check(MAGRPO, kind, num_agents, joint_mode=joint_mode, num_turns=num_turns)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", BASELINES)
 @pytest.mark.parametrize("normalization", ["group", "batch", False])
 def test_baselines(algorithm: type[CooperativeModule], normalization: str | bool) -> None:
     if algorithm is MAREINFORCE and normalization == "group":
@@ -159,7 +159,7 @@ def test_baselines(algorithm: type[CooperativeModule], normalization: str | bool
 
 
 @pytest.mark.parametrize("kind", ["shared", "full"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", BASELINES)
 def test_reference_kl(algorithm: type[CooperativeModule], kind: Kind) -> None:
     objective = Objective(BASELINES[algorithm], normalization=False, temperature=0.8, kl=0.3)
     check(algorithm, kind, objective=objective, items=ITEMS[:2], num_generations=3)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from comlrl_lightning.agents.team import AgentTeam, TokenScores
-from comlrl_lightning.algorithms.learners import GroupRelativeLearner, UpdateStats, micro_batches
+from comlrl_lightning.algorithms.learners import GroupRelativeLearner
+from comlrl_lightning.algorithms.rows import UpdateStats, micro_batches
 from comlrl_lightning.algorithms.settings import PolicySettings
 from comlrl_lightning.functional import Baseline, Normalization
 from comlrl_lightning.metrics import MetricTable, training_keys
@@ -251,18 +252,12 @@ class TestStaleness:
 
 
 class TestMicroBatches:
-    def lengths(self, *tokens: int) -> list[Completion]:
-        return [
-            Completion(0, "p", (1,) * 2, (2,) * (count - 2), (-1.0,) * (count - 2), "", truncated=False)
-            for count in tokens
-        ]
-
     def test_rows_of_like_length_within_the_budget(self) -> None:
         # Sorted 3, 4, 5, 9: two rows of 4 make 8, with 5 three of 5 would make 15 > 10; 5 and 9 would make 18.
-        assert micro_batches(self.lengths(9, 4, 3, 5), 10) == [[2, 1], [3], [0]]
+        assert micro_batches([9, 4, 3, 5], 10) == [[2, 1], [3], [0]]
 
     def test_a_row_above_the_budget_goes_alone(self) -> None:
-        assert micro_batches(self.lengths(50, 50), 10) == [[0], [1]]
+        assert micro_batches([50, 50], 10) == [[0], [1]]
 
     def test_no_rows(self) -> None:
         assert micro_batches([], 10) == []

@@ -307,14 +307,14 @@ class TestNonfinite:
         return make_module(MAGRPO, agents, reward_func=reward, advantage_normalization=False, **settings)
 
     def test_it_stops_the_training(self) -> None:
-        with pytest.raises(ValueError, match=r"agent 0 is not finite at env_step 2.*on_nonfinite='skip'"):
+        with pytest.raises(ValueError, match=r"agent_0 is not finite at env_step 2.*on_nonfinite='skip'"):
             fit(self.module(), ITEMS[:1], 1)
 
     def test_it_can_be_left_out_and_is_counted(self) -> None:
         module, trace = self.module(on_nonfinite="skip"), Trace()
         module.configure_model()
         start = [weights(module, agent) for agent in (0, 1)]
-        with pytest.warns(UserWarning, match=r"An update was left out: .*agents \[0, 1\] are not finite"):
+        with pytest.warns(UserWarning, match=r"An update was left out: .*agent_0, agent_1 are not finite"):
             fit(module, ITEMS[:2], 1, [trace], log_every_n_steps=1)
         assert trace.update_steps == [0, 1]
         assert same(trace.weights[0][0], start[0])

@@ -88,13 +88,14 @@ def make_collector(
     passthrough: bool = False,
     processor: Callable[[float], float] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    per_agent: bool = False,
     **shape: Any,
 ) -> Collector:
     """A collector for a fake team; what is not said is K=2, one turn, aligned, reward 0, a silent world."""
     num_agents = team.num_agents
     interface = TaskInterface(
         Formatters(formatters, num_agents),
-        RewardFunction(reward or Recorder(), num_agents, processor),
+        RewardFunction(reward or Recorder(), num_agents, processor, per_agent=per_agent),
         Transition(transition or World(), num_agents),
         passthrough,
     )

@@ -1,0 +1,114 @@
+"""What one optimizer step is made of: rows with what their losses need, their batches, and the sums to log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from comlrl_lightning.metrics import MetricTable, agent_key
+from comlrl_lightning.rollouts.types import Completion
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRow:
+    """One completion with what the policy loss needs to know of it."""
+
+    completion: Completion
+    advantage: float
+    scale: float
+    """Weight of this completion's loss in the sum over the mini-batch."""
+    old_log_probs: Tensor | None
+    """`[C]` log-probabilities before the first update on this buffer; None when there is one update only."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRow:
+    """One joint completion with what the critics are to say about it."""
+
+    completions: tuple[Completion, ...]
+    """`[N]` with their prompts."""
+    targets: tuple[float, ...]
+    """`[O]`, one per output of the critics."""
+    old_values: tuple[float, ...]
+    """`[O]` what the critics said when it was collected."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedNode:
+    """The completions of a node that have a gradient. A node without any still counts in the mini-batch's mean."""
+
+    rows: tuple[PolicyRow, ...]
+    value: ValueRow | None = None
+    """What the critics learn from it, if there are any."""
+
+
+@dataclass(slots=True)
+class UpdateStats:
+    """Sums over the rows of one optimizer step, one entry per agent."""
+
+    num_agents: int
+    loss: Tensor = field(init=False)
+    sums: Tensor = field(init=False)
+    """`[N, 7]` tokens, clipped tokens, entropy, sampler gap, completions, ratios, squared ratios."""
+    value_loss: Tensor = field(init=False)
+    num_values: int = 0
+    """Joint completions that the critics judged."""
+
+    def __post_init__(self) -> None:
+        self.value_loss = torch.zeros(self.num_agents, dtype=torch.float64)
+        self.loss = torch.zeros(self.num_agents, dtype=torch.float64)
+        self.sums = torch.zeros(self.num_agents, 7, dtype=torch.float64)
+
+    def add(self, agents: Tensor, losses: Tensor, columns: Sequence[Tensor]) -> None:
+        """Add the `[R]` losses and `[R]` columns of the rows of `[R]` agents."""
+        self.loss.index_add_(0, agents, losses.detach().double().cpu())
+        rows = torch.stack([column.detach().double().cpu() for column in columns], dim=1)
+        self.sums.index_add_(0, agents, rows)
+
+    def add_values(self, losses: Tensor) -> None:
+        """Add the `[R, O]` value losses of joint completions; a single output is everybody's."""
+        self.value_loss += losses.detach().double().cpu().sum(0).expand(self.num_agents)
+        self.num_values += len(losses)
+
+    def record(self, table: MetricTable, num_nodes: int) -> None:
+        """Write the means of this optimizer step to the metrics."""
+        for agent in range(self.num_agents):
+            table.update(agent_key(agent, "loss"), self.loss[agent] / max(num_nodes, 1), float(num_nodes))
+            if self.num_values:
+                table.update(agent_key(agent, "value_loss"), self.value_loss[agent] / self.num_values, self.num_values)
+            tokens, clipped, entropy, gap, completions, ratios, squared_ratios = self.sums[agent].tolist()
+            if tokens:
+                table.update(agent_key(agent, "clip_share"), clipped / tokens, tokens)
+                table.update(agent_key(agent, "entropy"), entropy / tokens, tokens)
+                table.update(agent_key(agent, "sampler_gap"), gap / tokens, tokens)
+                share = ratios**2 / (completions * squared_ratios)
+                table.update(agent_key(agent, "effective_sample_size"), share, completions)
+
+
+def sequence_lengths(completions: Sequence[Completion]) -> list[int]:
+    """`[R]` tokens of each completion with its prompt."""
+    return [len(one.prompt_ids) + len(one.token_ids) for one in completions]
+
+
+def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Positions of rows of similar length, cut so that a padded batch stays within the token budget.
+
+    Args:
+        lengths: `[R]` tokens of each row.
+        token_budget: Padded tokens per batch; a longer row gets a batch of its own.
+    """
+    batches: list[list[int]] = []
+    for position in sorted(range(len(lengths)), key=lambda row: (lengths[row], row)):
+        if batches and (len(batches[-1]) + 1) * lengths[position] <= token_budget:
+            batches[-1].append(position)
+        else:
+            batches.append([position])
+    return batches
+
+
+def pad_rows(rows: Sequence[Tensor], like: Tensor) -> Tensor:
+    """`[R, C]` rows filled up with zeros on the right, with the dtype and device of `like`."""
+    return torch.nn.utils.rnn.pad_sequence([row.to(like) for row in rows], batch_first=True)
