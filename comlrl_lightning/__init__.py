@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from comlrl_lightning._version import __version__
 
 if TYPE_CHECKING:
-    from comlrl_lightning.agents.settings import AdapterCritic as AdapterCritic
+    from comlrl_lightning.agents.critic_settings import AdapterCritic as AdapterCritic
+    from comlrl_lightning.agents.critic_settings import ModelCritic as ModelCritic
+    from comlrl_lightning.agents.critic_settings import ValueHead as ValueHead
     from comlrl_lightning.agents.settings import LoraSettings as LoraSettings
-    from comlrl_lightning.agents.settings import ModelCritic as ModelCritic
     from comlrl_lightning.agents.settings import Sampling as Sampling
     from comlrl_lightning.agents.settings import Separate as Separate
     from comlrl_lightning.agents.settings import SharedBase as SharedBase
-    from comlrl_lightning.agents.settings import ValueHead as ValueHead
     from comlrl_lightning.algorithms.actor_critic import IAC as IAC
     from comlrl_lightning.algorithms.actor_critic import MAAC as MAAC
     from comlrl_lightning.algorithms.cooperative import CooperativeModule as CooperativeModule
@@ -30,15 +30,8 @@ if TYPE_CHECKING:
     from comlrl_lightning.rewards import WeightedRewards as WeightedRewards
 
 _HOMES = {
-    "agents.settings": (
-        "AdapterCritic",
-        "LoraSettings",
-        "ModelCritic",
-        "Sampling",
-        "Separate",
-        "SharedBase",
-        "ValueHead",
-    ),
+    "agents.critic_settings": ("AdapterCritic", "ModelCritic", "ValueHead"),
+    "agents.settings": ("LoraSettings", "Sampling", "Separate", "SharedBase"),
     "algorithms.actor_critic": ("IAC", "MAAC"),
     "algorithms.cooperative": ("CooperativeModule",),
     "algorithms.reinforce": ("MAGRPO", "MAREINFORCE", "MARLOO", "MAReMax"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from comlrl_lightning.agents.critic_inputs import CriticReader, Reading
+from comlrl_lightning.agents.critic_settings import AdapterCritic, CriticSettings, ModelCritic, ValueHead, check_critic
 from comlrl_lightning.agents.heads import HEAD_FILE, CriticBody
 from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
 from comlrl_lightning.agents.loading import (
@@ -21,14 +22,7 @@ from comlrl_lightning.agents.loading import (
     without_noise,
 )
 from comlrl_lightning.agents.prompts import PromptEncoder
-from comlrl_lightning.agents.settings import (
-    AdapterCritic,
-    CriticSettings,
-    ModelCritic,
-    ValueHead,
-    check_critic,
-    is_name,
-)
+from comlrl_lightning.agents.settings import is_name
 from comlrl_lightning.agents.team import AgentTeam
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comlrl_lightning.agents.critic_inputs import CriticReader
+from comlrl_lightning.agents.critic_settings import CriticSettings
 from comlrl_lightning.agents.language_model import HALF, LanguageModel, adapter_name
-from comlrl_lightning.agents.settings import CriticSettings
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.rollouts.types import Completion
 

@@ -16,7 +16,8 @@ def _check_choice(owner: str, name: str, value: object, allowed: tuple[object, .
         raise ValueError(f"{owner}({name}={value!r}) is unknown. Use one of {', '.join(map(repr, allowed))}.")
 
 
-def _check_count(owner: str, name: str, value: object, least: int) -> None:
+def check_count(owner: str, name: str, value: object, least: int) -> None:
+    """Refuse anything but whole numbers from `least` on."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{owner}({name}={value!r}) is out of range. Use a whole number of at least {least}.")
 
@@ -73,7 +74,7 @@ class LoraSettings:
     """Weight-decomposed adapters (slower: agents then run one after the other)."""
 
     def __post_init__(self) -> None:
-        _check_count("LoraSettings", "rank", self.rank, 1)
+        check_count("LoraSettings", "rank", self.rank, 1)
         _check_number("LoraSettings", "alpha", self.alpha, "a number above 0", lambda alpha: alpha > 0)
         _check_flags("LoraSettings", use_rslora=self.use_rslora, use_dora=self.use_dora)
         _check_layers(
@@ -113,8 +114,8 @@ class Sampling:
         if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"Sampling(stop={self.stop!r}) holds something other than texts. Use non-empty strings.")
         object.__setattr__(self, "stop", tuple(stop))
-        _check_count("Sampling", "max_new_tokens", self.max_new_tokens, 1)
-        _check_count("Sampling", "min_new_tokens", self.min_new_tokens, 0)
+        check_count("Sampling", "max_new_tokens", self.max_new_tokens, 1)
+        check_count("Sampling", "min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"Sampling(min_new_tokens={self.min_new_tokens}) is above max_new_tokens={self.max_new_tokens}. "
@@ -123,7 +124,7 @@ class Sampling:
         _check_number("Sampling", "temperature", self.temperature, "0 or more", lambda value: value >= 0)
         _check_number("Sampling", "top_p", self.top_p, "a number above 0 and up to 1", lambda value: 0 < value <= 1)
         if self.top_k is not None:
-            _check_count("Sampling", "top_k", self.top_k, 1)
+            check_count("Sampling", "top_k", self.top_k, 1)
         _check_choice("Sampling", "backend", self.backend, ("native", "transformers"))
 
 
@@ -164,7 +165,7 @@ class TeamSettings:
                     "Set the environment variable HF_TOKEN instead."
                 )
         if self.max_prompt_tokens is not None:
-            _check_count(owner, "max_prompt_tokens", self.max_prompt_tokens, 1)
+            check_count(owner, "max_prompt_tokens", self.max_prompt_tokens, 1)
 
     def _check_loaded(self, models: list[Any], argument: str) -> None:
         loaded = [model for model in models if not is_name(model)]
@@ -209,7 +210,7 @@ class SharedBase(TeamSettings):
 
     def __post_init__(self) -> None:
         self._check_common()
-        _check_count("SharedBase", "num_agents", self.num_agents, 1)
+        check_count("SharedBase", "num_agents", self.num_agents, 1)
         self._check_loaded([self.model], "model")
         if not is_name(self.model) and self.tokenizer is None:
             raise ValueError("SharedBase(model=...) is a loaded model without a tokenizer. Pass tokenizer= too.")
@@ -279,152 +280,3 @@ class Separate(TeamSettings):
     def num_agents(self) -> int:
         """Number of agents."""
         return len(self.models)
-
-
-@dataclass(frozen=True)
-class ValueHead:
-    """A critic that reads the hidden states of the agent itself: no more than a small head beside the model.
-
-    Its loss reaches the agent's own adapter or weights, with `value_loss_coef` as its weight. For one critic per agent.
-    """
-
-    hidden_size: int | None = None
-    """Width of a hidden layer in the head; None: a linear head."""
-    heads: list[str] | None = None
-    """Folders of saved heads to go on from, one per agent."""
-
-    def __post_init__(self) -> None:
-        _check_hidden_size(self)
-
-
-@dataclass(frozen=True)
-class AdapterCritic:
-    """A critic with a LoRA adapter of its own on the agents' frozen base model: no second model is loaded.
-
-    A central critic of agents with separate models lives on the model of agent 0.
-    """
-
-    lora: LoraSettings = field(default_factory=LoraSettings)
-    """Shape of the adapter; unused when `adapters` are loaded."""
-    hidden_size: int | None = None
-    """Width of a hidden layer in the head; None: a linear head."""
-    adapters: list[str] | None = None
-    """Folders of saved critics to go on from: one per agent, or a single one for a central critic."""
-    max_tokens: int | None = None
-    """Longest text that it reads, cut from the left; the model's own limit holds in any case."""
-
-    def __post_init__(self) -> None:
-        _check_hidden_size(self)
-        if not isinstance(self.lora, LoraSettings):
-            raise ValueError(f"AdapterCritic(lora={self.lora!r}) is not a LoraSettings. Use LoraSettings().")
-        if self.max_tokens is not None:
-            _check_count("AdapterCritic", "max_tokens", self.max_tokens, 1)
-
-
-@dataclass(frozen=True)
-class ModelCritic:
-    """A critic on a language model of its own, of any family, which reads texts through its own tokenizer.
-
-    A loaded model is taken over: its dropout is switched off, and under `lora` its weights are frozen. A folder that
-    `save_agents` wrote brings its head along.
-    """
-
-    model: str | Any | None = None
-    """Hub name, local folder or loaded `PreTrainedModel`; for one critic per agent a name, loaded once per agent."""
-    models: list[Any] | None = None
-    """One model per agent instead."""
-    lora: LoraSettings | None = None
-    """Shape of its adapter; None trains all weights. Adapter folders go on training the adapter they hold."""
-    tokenizer: str | Any | None = None
-    """Name, folder or loaded tokenizer; None takes the model's. Required with a loaded model."""
-    tokenizers: list[Any] | None = None
-    """One tokenizer per model of `models` instead."""
-    hidden_size: int | None = None
-    """Width of a hidden layer in the head; None: a linear head."""
-    dtype: str | None = None
-    """Number format of the loaded weights. None: the checkpoint's under an adapter, "float32" otherwise."""
-    model_kwargs: dict[str, Any] | None = None
-    """More arguments for `from_pretrained` of the models."""
-    max_tokens: int | None = None
-    """Longest text that it reads, cut from the left; the model's own limit holds in any case."""
-    gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass: less memory, more time."""
-
-    def __post_init__(self) -> None:
-        _check_hidden_size(self)
-        if (self.model is None) == (self.models is None):
-            raise ValueError(
-                f"ModelCritic(model={self.model!r}, models={self.models!r}) must have exactly one of the two. "
-                "Give model= or, for one critic per agent, models=[...]."
-            )
-        if self.max_tokens is not None:
-            _check_count("ModelCritic", "max_tokens", self.max_tokens, 1)
-        self._check_models()
-
-    def _check_models(self) -> None:
-        models = [self.model] if self.models is None else self.models
-        tokenizers = [self.tokenizer] if self.models is None else self.tokenizers or [None] * len(models)
-        if is_name(models) or len(tokenizers) != len(models):
-            raise ValueError(
-                f"ModelCritic(models={self.models!r}, tokenizers={self.tokenizers!r}) do not match. "
-                "Give two lists with one entry per agent, or leave tokenizers out."
-            )
-        loaded = [not is_name(model) for model in models]
-        if any(given and tokenizer is None for given, tokenizer in zip(loaded, tokenizers, strict=True)):
-            raise ValueError(
-                "ModelCritic(...) has a loaded model without a tokenizer. Pass tokenizer=, or tokenizers=[...]."
-            )
-        if any(loaded) and (self.dtype, self.model_kwargs) != (None, None):
-            raise ValueError(
-                f"ModelCritic(dtype={self.dtype!r}, model_kwargs={self.model_kwargs!r}) cannot apply to a model that "
-                "is already loaded. Pass its name or folder, or leave both out."
-            )
-
-
-CriticSettings = ValueHead | AdapterCritic | ModelCritic
-
-
-def check_critic(critic: CriticSettings, num_agents: int, centralized: bool) -> None:
-    """Refuse critics that do not fit the number of agents, before any weights load.
-
-    Args:
-        critic: Settings of the critics.
-        num_agents: N.
-        centralized: One critic that reads all agents.
-
-    Raises:
-        ValueError: They do not fit.
-    """
-    if not isinstance(critic, ValueHead | AdapterCritic | ModelCritic):
-        raise ValueError(f"critic={critic!r} is no critic. Use ValueHead(), AdapterCritic() or ModelCritic(model=...).")
-    if centralized and isinstance(critic, ValueHead):
-        raise ValueError(
-            "critic=ValueHead() reads the history of one agent, but a central critic reads that of all. "
-            "Use AdapterCritic() or ModelCritic(model=...)."
-        )
-    if isinstance(critic, ModelCritic):
-        _check_number_of_models(critic, num_agents, centralized)
-        return
-    name, folders = ("heads", critic.heads) if isinstance(critic, ValueHead) else ("adapters", critic.adapters)
-    num_critics = 1 if centralized else num_agents
-    if folders is not None and (is_name(folders) or len(folders) != num_critics):
-        raise ValueError(
-            f"critic={type(critic).__name__}({name}={folders!r}) does not fit {num_critics} critics. "
-            "Give a list with one folder per critic."
-        )
-
-
-def _check_number_of_models(critic: ModelCritic, num_agents: int, centralized: bool) -> None:
-    if critic.models is not None and (centralized or len(critic.models) != num_agents):
-        wanted = "one central critic. Give model=" if centralized else f"{num_agents} agents. Give one model per agent"
-        raise ValueError(f"critic=ModelCritic(models=...) has {len(critic.models)} models for {wanted}.")
-    if critic.models is None and not is_name(critic.model) and not centralized and num_agents > 1 and not critic.lora:
-        raise ValueError(
-            f"critic=ModelCritic(model=...) is one loaded model, but {num_agents} agents have a critic each. "
-            "Give models=[...], a name, or lora=LoraSettings() for adapters on the one model."
-        )
-
-
-def _check_hidden_size(critic: CriticSettings) -> None:
-    if critic.hidden_size is not None:
-        _check_count(type(critic).__name__, "hidden_size", critic.hidden_size, 1)

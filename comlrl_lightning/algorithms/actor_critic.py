@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
+from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, ValueHead, check_critic
 from comlrl_lightning.agents.heads import CriticTeam
-from comlrl_lightning.agents.settings import AdapterCritic, ModelCritic, ValueHead, check_critic
 from comlrl_lightning.algorithms.checks import check_choice, check_nodes, check_sampling
 from comlrl_lightning.algorithms.cooperative import CooperativeModule
 from comlrl_lightning.algorithms.critic_learner import ActorCriticLearner

@@ -12,8 +12,6 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from typing_extensions import override
 
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
@@ -42,6 +40,7 @@ from comlrl_lightning.algorithms.recording import (
     record_final_rewards,
     record_nodes,
     stops_with_reward,
+    warn_of_rewarded_stops,
 )
 from comlrl_lightning.algorithms.settings import PolicySettings, UpdateSettings, gathered
 from comlrl_lightning.algorithms.updating import BufferedUpdates
@@ -180,11 +179,11 @@ class CooperativeModule(BufferedUpdates):
         self._given_rates = learning_rates(agent_learning_rate, self.num_agents)
         factories = {"optimizer": optimizer or torch.optim.AdamW, "lr_scheduler": lr_scheduler}
         # What a checkpoint could not hold is missed by the next fit only, not by an evaluation.
-        self._missing_factories = {name: factory for name, factory in factories.items() if is_remark(factory)}
+        self.missing_factories = {name: factory for name, factory in factories.items() if is_remark(factory)}
         self.optimization: dict[str, Any] = {}
-        if not self._missing_factories:
-            self.optimizer: OptimizerFactory = callable_from_plain("optimizer", factories["optimizer"])
-            self.lr_scheduler: SchedulerFactory | None = callable_from_plain("lr_scheduler", lr_scheduler)
+        if not self.missing_factories:
+            self.optimizer = callable_from_plain("optimizer", factories["optimizer"])
+            self.lr_scheduler = callable_from_plain("lr_scheduler", lr_scheduler)
             self.optimization = check_optimizer(self.optimizer, self.lr_scheduler)
 
     def _set_up_state(self) -> None:
@@ -238,21 +237,6 @@ class CooperativeModule(BufferedUpdates):
         return [default if rate is None else rate for rate, default in zip(self._given_rates, defaults, strict=True)]
 
     @override
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        for name, remark in self._missing_factories.items():
-            from_plain(name, remark)
-        groups = [
-            {"params": list(parameters.values()), "name": name, "lr": rate}
-            for (name, parameters), rate in zip(
-                self.learner.parameter_groups().items(), self.learning_rates, strict=True
-            )
-        ]
-        optimizer = self.optimizer(groups)
-        if self.lr_scheduler is None:
-            return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.lr_scheduler(optimizer), "name": "lr"}}
-
-    @override
     def on_fit_start(self) -> None:
         check_precision(self.trainer.precision, (one for one in self.team.parameters() if one.requires_grad))
         check_shares(self.updates.train_batch_size, world_size())
@@ -263,7 +247,7 @@ class CooperativeModule(BufferedUpdates):
         self.train()
 
     def _forget_leftovers(self) -> None:
-        """Leave nothing of a fit that stopped early to another one; a resumed fit restores its own later."""
+        """Leave nothing of a stopped fit to another one; a resumed fit restores its own later."""
         self.buffer.clear()
         self.step_start = None
         self.training_metrics.pop()
@@ -295,6 +279,8 @@ class CooperativeModule(BufferedUpdates):
         self._log_training()
 
     def _collect(self, batch: TaskBatch, stage: int, sampling: Sampling, shape: RolloutShape) -> Rollouts:
+        if not isinstance(batch, TaskBatch):
+            raise ValueError(f"A batch is {type(batch).__name__}, not task items. Give the trainer a TaskDataModule.")
         seed = self.seed if stage == _TRAIN or self.eval_seed is None else self.eval_seed
         key = (seed, stage, batch.epoch if stage == _TRAIN else 0)
         collector = Collector(self.team, self.interface, shape, sampling, key, self._show_progress)
@@ -313,11 +299,7 @@ class CooperativeModule(BufferedUpdates):
             return
         if sum_over_ranks(stops_with_reward(rollouts, self.shape)):
             self._warned_of_stops = True
-            rank_zero_warn(
-                f"early_termination_threshold={self.shape.early_termination_threshold} stopped a node with a positive"
-                " mean reward: it gets 0 for the turns that it does not play, so that its better start is punished."
-                " Shift rewards to be at most 0, or leave the threshold out."
-            )
+            warn_of_rewarded_stops(self.shape)
 
     def _log_training(self) -> None:
         scored, updated = self.env_step - self.last_log[0], self.update_step - self.last_log[1]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
@@ -48,6 +49,15 @@ def stops_with_reward(rollouts: Rollouts, shape: RolloutShape) -> bool:
     return any(
         node.turn < shape.num_turns and not shape.continues(node.rewards) and sum(node.rewards) > 0
         for node in rollouts.nodes
+    )
+
+
+def warn_of_rewarded_stops(shape: RolloutShape) -> None:
+    """Say what early termination does to positive rewards."""
+    rank_zero_warn(
+        f"early_termination_threshold={shape.early_termination_threshold} stopped a node with a positive mean reward:"
+        " it gets 0 for the turns that it does not play, so that its better start is punished. Shift rewards to be at"
+        " most 0, or leave the threshold out."
     )
 
 

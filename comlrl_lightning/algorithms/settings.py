@@ -85,7 +85,8 @@ class ValueSettings:
 
     def __post_init__(self) -> None:
         check_choice(("v", "q"), critic_type=self.critic_type)
-        check_at_least(0.0, critic_learning_rate=self.critic_learning_rate)
+        if self.critic_learning_rate is not None:
+            check_at_least(0.0, critic_learning_rate=self.critic_learning_rate)
         check_positive(value_loss_coef=self.value_loss_coef, value_clip_range=self.value_clip_range)
         check_share(gae_lambda=self.gae_lambda)
         check_choice(("batch", False), advantage_normalization=self.advantage_normalization)

@@ -6,17 +6,22 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
 
 from comlrl_lightning.agents.team import AgentTeam
+from comlrl_lightning.algorithms.checks import OptimizerFactory, SchedulerFactory
+from comlrl_lightning.algorithms.hparams import from_plain
 from comlrl_lightning.algorithms.learners import Learner
 from comlrl_lightning.algorithms.optimization import average_gradients, clip_gradients
 from comlrl_lightning.algorithms.rows import PreparedNode, UpdateStats
@@ -40,6 +45,24 @@ class BufferedUpdates(LightningModule):
     num_turns: int
     team: AgentTeam
     learner: Learner
+    learning_rates: list[float]
+    optimizer: OptimizerFactory
+    lr_scheduler: SchedulerFactory | None
+    missing_factories: Mapping[str, Any]
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        for name, remark in self.missing_factories.items():
+            from_plain(name, remark)
+        named = self.learner.parameter_groups().items()
+        groups = [
+            {"params": list(parameters.values()), "name": name, "lr": rate}
+            for (name, parameters), rate in zip(named, self.learning_rates, strict=True)
+        ]
+        optimizer = self.optimizer(groups)
+        if self.lr_scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.lr_scheduler(optimizer), "name": "lr"}}
 
     def _buffer_is_full(self) -> bool:
         """Whether the buffers of all ranks together hold enough; the same answer on every rank."""

@@ -11,8 +11,9 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, ValueHead
 from comlrl_lightning.agents.heads import CriticTeam
-from comlrl_lightning.agents.settings import AdapterCritic, LoraSettings, ModelCritic, Separate, SharedBase, ValueHead
+from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
 from tests.agents.helpers import stir
 from tests.agents.test_heads import critics_of, talk

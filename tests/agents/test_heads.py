@@ -11,16 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from comlrl_lightning.agents.critic_settings import AdapterCritic, CriticSettings, ModelCritic, ValueHead
 from comlrl_lightning.agents.heads import CriticTeam, CriticType, Head
-from comlrl_lightning.agents.settings import (
-    AdapterCritic,
-    CriticSettings,
-    LoraSettings,
-    ModelCritic,
-    Separate,
-    SharedBase,
-    ValueHead,
-)
+from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.rollouts.types import Completion, Prompt
 from tests.agents.helpers import ARCHITECTURES, counting, model_of, shared_team, trained, written

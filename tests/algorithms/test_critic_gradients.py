@@ -16,8 +16,8 @@ import torch
 from peft import get_peft_model
 from torch import Tensor, nn
 
+from comlrl_lightning.agents.critic_settings import AdapterCritic, ValueHead
 from comlrl_lightning.agents.heads import CriticTeam
-from comlrl_lightning.agents.settings import AdapterCritic, ValueHead
 from comlrl_lightning.algorithms import IAC, MAAC
 from comlrl_lightning.algorithms.actor_critic import ActorCriticModule
 from comlrl_lightning.rollouts.types import Completion, Node, Rollouts
