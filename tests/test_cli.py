@@ -213,7 +213,8 @@ def test_untrained_agents_are_told_from_trained_ones(config: str, tmp_path: Path
         assert not [warning for warning in caught if "untrained" in str(warning.message)]
 
 
-def test_screen_has_no_hints_of_other_products(config: str) -> None:
+def test_screen_has_no_hints_of_other_products(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # where seed_everything of another test left it
     run = subprocess.run(
         [sys.executable, "-m", "comlrl_lightning", "fit", "--config", config, "--trainer.limit_train_batches=1"],
         check=True,
