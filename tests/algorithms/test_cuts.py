@@ -64,14 +64,15 @@ def assert_equal(ours: list[list[list[Tensor | None]]], theirs: list[list[list[T
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 30, 100])
 def test_micro_batches_do_not_matter(micro_batch_tokens: int) -> None:
-    items, settings = EIGHT[:2], {"reference_kl_coef": 0.1, "entropy_coef": 0.01}
+    items = EIGHT[:2]
+    settings: dict[str, Any] = {"reference_kl_coef": 0.1, "entropy_coef": 0.01}
     whole = gradients(items, 2, micro_batch_tokens=100_000, **settings)
     assert_equal(gradients(items, 2, micro_batch_tokens=micro_batch_tokens, **settings), whole)
 
 
 def test_eight_items_at_once_or_in_steps() -> None:
     # Two turns of K=2 make 3 nodes per item; the buffer holds those of all eight.
-    settings = {"rollout_buffer_size": 24, "advantage_normalization": "batch"}
+    settings: dict[str, Any] = {"rollout_buffer_size": 24, "advantage_normalization": "batch"}
     whole = gradients(EIGHT, 8, **settings)
     assert len(whole) == 1
     for batch_size in (4, 1):
