@@ -181,6 +181,10 @@ class TestAdvantages:
         values = learner.advantages(credited, 2, None)
         assert [float(row) for row in values] == pytest.approx([-1.06899, -0.53449, 0.0, 1.60348, 5.0], abs=1e-4)
 
+    def test_or_left_alone(self) -> None:
+        values = advantages(make_learner(PaperCritics(by_turn(0.5), 1)), rollout([1.0], [3.0]))
+        assert values == [[0.5], [2.5]]
+
     def test_and_per_agent(self) -> None:
         # The second agent's rewards are 10 times as large: the same advantages.
         learner = make_learner(PaperCritics(lambda texts: [0.0, 0.0], 2), 2, advantage_normalization="batch")
@@ -255,6 +259,20 @@ class TestMetrics:
         logged = learner.table.pop()
         assert logged["agent_0/explained_variance"] == pytest.approx(0.75)
         assert logged["agent_0/td_error"] == pytest.approx(1.0)
+
+    def test_values_are_held_against_returns_not_rewards(self) -> None:
+        # Rewards 1, 1 and 3, 3: returns 2, 1 and 6, 3, which the values are.
+        values = {"10": 2.0, "20": 1.0, "11": 6.0, "21": 3.0}
+        learner = make_learner(PaperCritics(lambda texts: [values[texts[0]]], 1))
+        learner.prepare(learner.credit(rollout([1.0, 1.0], [3.0, 3.0]), 1.0), 2, stale=False)
+        assert learner.table.pop()["agent_0/explained_variance"] == pytest.approx(1.0)
+
+    def test_each_agent_has_its_own_critics_metrics(self) -> None:
+        critics = PaperCritics(lambda texts: [0.25, 0.75], 2, num_critics=2)
+        learner = make_learner(critics, 2)
+        learner.prepare(learner.credit(rollout([1.0], num_agents=2), 1.0), 1, stale=False)
+        logged = learner.table.pop()
+        assert (logged["agent_0/td_error"], logged["agent_1/td_error"]) == (0.75, 0.25)
 
     def test_equal_returns_have_no_variance_to_explain(self) -> None:
         learner = make_learner(PaperCritics(by_turn(0.0), 1))
