@@ -15,8 +15,8 @@ from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, 
 from comlrl_lightning.agents.heads import CriticTeam
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
+from tests.agents.critics import critics_of, talk
 from tests.agents.helpers import stir
-from tests.agents.test_heads import critics_of, talk
 from tests.tiny_lm import save_tiny, tiny_gpt2, tiny_llama, tiny_tokenizer
 
 
