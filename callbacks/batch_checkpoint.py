@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.support import check_count, is_rehearsal, run_folder
+from comlrl_lightning.callbacks.support import batches_trained, check_count, is_rehearsal, run_folder
 
 
 class BatchCheckpoint(Checkpoint):
@@ -72,7 +72,7 @@ class BatchCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        num_batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        num_batches = batches_trained(trainer)
         if num_batches % self._every_n_batches or is_rehearsal(trainer):
             return
         self._save(trainer, self._folder(trainer) / f"batch-{num_batches:06d}.ckpt")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.support import check_count, is_rehearsal, rollout_source, run_folder
+from comlrl_lightning.callbacks.support import batches_trained, check_count, is_rehearsal, rollout_source, run_folder
 
 
 class SaveAgents(Callback):
@@ -71,7 +71,7 @@ class SaveAgents(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        num_batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        num_batches = batches_trained(trainer)
         is_due = self._every_n_batches is not None and num_batches % self._every_n_batches == 0
         if is_due and not is_rehearsal(trainer):
             rollout_source(pl_module, self).save_agents(self._folder / f"batch-{num_batches:06d}")

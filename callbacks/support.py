@@ -64,6 +64,15 @@ def outside_of_fit(path: Path, trainer: Trainer) -> Path:
     return path.with_stem(f"{path.stem}-{trainer.state.fn and trainer.state.fn.value}")
 
 
+def batches_trained(trainer: Trainer) -> int:
+    """Batches of this rank that were trained since the run began, over all epochs; at its end a batch counts.
+
+    Not `total_batch_idx`: a run that goes on from a checkpoint of an evaluation has counted its next batch there twice.
+    """
+    processed: int = trainer.fit_loop.epoch_loop.batch_progress.total.processed  # type: ignore[attr-defined]
+    return processed
+
+
 def run_folder(trainer: Trainer) -> Path:
     """Folder of this run: the logger's, else the trainer's root. Call it on every rank."""
     return Path(trainer.log_dir or trainer.default_root_dir)

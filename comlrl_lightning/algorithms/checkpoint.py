@@ -68,7 +68,8 @@ class Progress:
 def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
     """Reduce a checkpoint to the weights that are trained, and add the state of the run. Call it on every rank.
 
-    What is saved while a training step runs or has failed goes on from the start of that step.
+    What is saved while a training step runs or has failed goes on from the start of that step, with the weights as they
+    are: exact unless one of several optimizer steps of an update had been taken.
     """
     checkpoint["state_dict"] = {name: checkpoint["state_dict"][name] for name in trained_names(module)}
     progress = module.step_start or Progress.of(module)
