@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from typing_extensions import override
-
-from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, ValueHead, check_critic
-from comlrl_lightning.agents.heads import CriticTeam
-from comlrl_lightning.algorithms.checks import check_choice, check_nodes, check_sampling
+from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, ValueHead
+from comlrl_lightning.algorithms.checks import check_choice
 from comlrl_lightning.algorithms.cooperative import CooperativeModule
-from comlrl_lightning.algorithms.critic_learner import ActorCriticLearner
 from comlrl_lightning.algorithms.hparams import from_plain, to_plain
-from comlrl_lightning.algorithms.settings import ValueSettings, gathered
-from comlrl_lightning.distributed import rank
+from comlrl_lightning.algorithms.methods import ActorCritic, ActorCriticName
 
 
 class ActorCriticModule(CooperativeModule):
@@ -43,8 +37,7 @@ class ActorCriticModule(CooperativeModule):
             of one node stays as it is. False leaves them alone.
     """
 
-    centralized: ClassVar[bool]
-    """Whether one critic judges all."""
+    algorithm: ClassVar[ActorCriticName]
     fixed_settings = (
         *CooperativeModule.fixed_settings,
         "critic",
@@ -67,57 +60,23 @@ class ActorCriticModule(CooperativeModule):
         advantage_normalization: Literal["batch", False] = "batch",
         **kwargs: Any,
     ) -> None:
-        given = {
-            "critic_type": critic_type,
-            "critic_learning_rate": critic_learning_rate,
-            "value_loss_coef": value_loss_coef,
-            "value_clip_range": value_clip_range,
-            "gae_lambda": gae_lambda,
-            "advantage_normalization": advantage_normalization,
-        }
+        method = ActorCritic(
+            self.algorithm,
+            from_plain("critic", critic),
+            critic_type,
+            critic_learning_rate,
+            value_loss_coef,
+            value_clip_range,
+            gae_lambda,
+            advantage_normalization,
+        )
         super().__init__(*args, **kwargs)
-        self.save_hyperparameters({**given, "critic": to_plain(critic), "per_agent_rewards": per_agent_rewards})
-        self.value = gathered(ValueSettings, given)
+        given = {**vars(method), "critic": to_plain(critic), "per_agent_rewards": per_agent_rewards}
+        self.save_hyperparameters({name: value for name, value in given.items() if name != "algorithm"})
         check_choice((True, False), per_agent_rewards=per_agent_rewards)
-        self.critic: ValueHead | AdapterCritic | ModelCritic = from_plain("critic", critic)
-        check_critic(self.critic, self.num_agents, self.centralized)
-        self.shape = replace(self.shape, trajectories=True)
         reward = self.interface.reward.of_trajectories(per_agent_rewards, several_turns=self.num_turns > 1)
         self.interface = replace(self.interface, reward=reward)
-        check_sampling(type(self).__name__, self.sampling, refuse=False)
-        check_nodes(self.shape, self.num_agents, self.max_nodes)
-
-    @override
-    def critic_groups(self) -> list[str]:
-        return ["critic"] if self.centralized else [f"critic_{agent}" for agent in range(self.num_agents)]
-
-    @override
-    def build_learner(self) -> ActorCriticLearner:
-        one_output = self.centralized and not self.interface.reward.per_agent
-        self.critics = CriticTeam.build(
-            self.critic,
-            self.team,
-            centralized=self.centralized,
-            critic_type=self.value.critic_type,
-            num_outputs=1 if one_output else self.num_agents,
-        )
-        return ActorCriticLearner(
-            self.team, self.critics, self.policy, self.value, self.updates.micro_batch_tokens, self.training_metrics
-        )
-
-    @override
-    def initial_learning_rates(self) -> list[float]:
-        trains_all = isinstance(self.critic, ModelCritic) and self.critic.lora is None
-        default = 5e-6 if trains_all else 1e-4
-        rate = default if self.value.critic_learning_rate is None else self.value.critic_learning_rate
-        return [*super().initial_learning_rates(), *[rate] * len(self.critic_groups())]
-
-    @override
-    def save_agents(self, folder: str | Path) -> None:
-        """Write the agents as every algorithm does, and the critics beside them: ``critic/``, or one per agent."""
-        super().save_agents(folder)
-        if rank() == 0:
-            self.critics.save(folder)
+        self._set_up_method(method)
 
 
 class IAC(ActorCriticModule):
@@ -128,7 +87,7 @@ class IAC(ActorCriticModule):
     (https://arxiv.org/abs/1705.08926 calls this IAC).
     """
 
-    centralized = False
+    algorithm = "IAC"
 
 
 class MAAC(ActorCriticModule):
@@ -138,4 +97,4 @@ class MAAC(ActorCriticModule):
     advantages; with `per_agent_rewards` it has one output per agent.
     """
 
-    centralized = True
+    algorithm = "MAAC"

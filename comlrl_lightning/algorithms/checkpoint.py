@@ -57,12 +57,14 @@ class Progress:
     buffer: list[CreditedNode]
     metrics: dict[str, Any]
     rng: RngStates
+    own: Any
+    """What the algorithm adds."""
 
     @classmethod
     def of(cls, module: CooperativeModule) -> Progress:
         """The present state of a module."""
         metrics = {name: value.clone() for name, value in module.training_metrics.state_dict().items()}
-        return cls(module.env_step, list(module.buffer), metrics, global_rng_states())
+        return cls(module.env_step, list(module.buffer), metrics, global_rng_states(), module.progress())
 
 
 def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
@@ -86,6 +88,7 @@ def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
         "env_step": progress.env_step,
         "update_step": module.update_step,
         "last_log": module.last_log,
+        "own": module.progress_state(progress.own),
         "ranks": gather_objects([this_rank]),
     }
 
@@ -137,6 +140,7 @@ def restore_run(module: CooperativeModule, state: Mapping[str, Any]) -> None:
         )
         entries = [entry for saved in state["ranks"] for entry in saved["buffer"]]
         module.buffer = [CreditedNode.from_state(entry) for entry in entries[rank() :: world_size()]]
+    module.restore_progress(state["own"])
     change_learning_rates(module, state["learning_rates"])
     change_options(module, state["optimization"]["optimizer_options"])
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from comlrl_lightning.agents.settings import Separate, SharedBase
 from comlrl_lightning.algorithms.checks import check_flag
-from comlrl_lightning.algorithms.hparams import callable_from_plain
+from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain
+from comlrl_lightning.collaboration import JointFormat, TaggedSections
 from comlrl_lightning.interface import Formatters, RewardFunction, Transition
 from comlrl_lightning.rollouts.collect import TaskInterface
 
@@ -36,4 +39,42 @@ def task_interface(given: Mapping[str, Any], num_agents: int) -> TaskInterface:
         RewardFunction(functions["reward_func"], num_agents, functions["reward_processor"]),
         None if transition is None else Transition(transition, num_agents),
         given["external_prompt_passthrough"],
+        joint_format(given["collaboration"], given["agents"]),
     )
+
+
+def joint_format(collaboration: Any, agents: Any) -> JointFormat | None:
+    """How one language model answers for all agents; None where each answers by itself.
+
+    Raises:
+        ValueError: If it is neither a known name nor a format, or the agents are separate models.
+    """
+    collaboration = from_plain("collaboration", collaboration)
+    if collaboration == "decentralized":
+        return None
+    if isinstance(from_plain("agents", agents), Separate):
+        raise ValueError(
+            f"collaboration={collaboration!r} is one model that answers for all, but agents=Separate(...) are several."
+            " Use SharedBase(model, num_agents=N), which counts the answers."
+        )
+    if collaboration == "centralized":
+        return TaggedSections()
+    if isinstance(collaboration, JointFormat):
+        return collaboration
+    raise ValueError(
+        f"collaboration={collaboration!r} is unknown. Use 'decentralized', 'centralized' or an object with"
+        " build_prompt and split_completion."
+    )
+
+
+def team_settings(agents: SharedBase | Separate, team_size: int) -> SharedBase | Separate:
+    """The settings of the language models that answer: a single one where it answers for all.
+
+    Args:
+        agents: As the user wrote them, with one agent per answer.
+        team_size: Language models that answer.
+    """
+    if team_size == agents.num_agents or isinstance(agents, Separate):
+        return agents
+    adapters = None if agents.adapters is None else agents.adapters[:team_size]
+    return replace(agents, num_agents=team_size, adapters=adapters)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,32 +28,29 @@ from comlrl_lightning.algorithms.checks import (
     check_whole,
     learning_rates,
 )
-from comlrl_lightning.algorithms.construction import task_interface
+from comlrl_lightning.algorithms.construction import task_interface, team_settings
+from comlrl_lightning.algorithms.critic_learner import ActorCriticLearner
+from comlrl_lightning.algorithms.evaluating import TRAIN, Evaluations
 from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain, is_remark, to_plain
-from comlrl_lightning.algorithms.learners import Learner
+from comlrl_lightning.algorithms.methods import Method
 from comlrl_lightning.algorithms.recording import (
     ForgetStep,
-    prediction,
     record_collection,
-    record_final_rewards,
     record_nodes,
     stops_with_reward,
     warn_of_rewarded_stops,
 )
 from comlrl_lightning.algorithms.settings import PolicySettings, UpdateSettings, gathered
-from comlrl_lightning.algorithms.updating import BufferedUpdates
+from comlrl_lightning.collaboration import JointFormat
 from comlrl_lightning.data import TaskBatch
-from comlrl_lightning.distributed import gather_objects, rank, sum_over_ranks, world_size
+from comlrl_lightning.distributed import rank, sum_over_ranks, world_size
 from comlrl_lightning.metrics import MetricTable, evaluation_keys, training_keys
-from comlrl_lightning.rollouts.buffer import CreditedNode, assign_credit
-from comlrl_lightning.rollouts.collect import Collector, RolloutShape
-from comlrl_lightning.rollouts.types import RolloutListener, Rollouts, merge_rollouts
-
-_TRAIN, _EVALUATE, _PREDICT = range(3)
-"""Stages that keep the random streams of completions apart."""
+from comlrl_lightning.rollouts.buffer import CreditedNode
+from comlrl_lightning.rollouts.collect import RolloutShape
+from comlrl_lightning.rollouts.types import Rollouts
 
 
-class CooperativeModule(BufferedUpdates):
+class CooperativeModule(Evaluations):
     """A team of language models that answers tasks together and learns from one shared reward.
 
     Args:
@@ -69,6 +64,9 @@ class CooperativeModule(BufferedUpdates):
             ``RewardProcessors.scale(factor=10.0)``.
         external_transition: Returns the N next prompts after a joint completion; needed when ``num_turns > 1``.
         external_prompt_passthrough: Use the transition's prompts as they are, without the formatters.
+        collaboration: ``"decentralized"``: each agent answers by itself. ``"centralized"``: one language model writes
+            the answers of all agents in tagged sections; ``agents=SharedBase(...)`` then counts the answers. A
+            `JointFormat` does the same with prompts and sections of its own.
         num_turns: T, the largest number of turns per task item.
         num_generations: K, completions per agent and node, on each rank.
         discount: Factor per turn of later rewards in a return, from 0 to 1.
@@ -108,12 +106,15 @@ class CooperativeModule(BufferedUpdates):
         "early_termination_threshold",
         "reward_processor",
         "external_prompt_passthrough",
+        "collaboration",
         "reference_kl_coef",
         "sampling",
         "importance_level",
         "seed",
     )
     """Settings that must not change when a run goes on from a checkpoint."""
+    method: Method | None = None
+    """How the team learns from rewards."""
 
     def __init__(
         self,
@@ -123,6 +124,7 @@ class CooperativeModule(BufferedUpdates):
         reward_processor: Callable[[float], float] | None = None,
         external_transition: Callable[..., Any] | None = None,
         external_prompt_passthrough: bool = False,
+        collaboration: Literal["decentralized", "centralized"] | JointFormat = "decentralized",
         num_turns: int = 1,
         num_generations: int = 4,
         discount: float = 1.0,
@@ -167,6 +169,7 @@ class CooperativeModule(BufferedUpdates):
         self.discount, self.max_nodes, self.seed = discount, max_nodes, seed
         self.num_agents, self.num_turns = self.agents.num_agents, num_turns
         self.interface = task_interface(given, self.num_agents)
+        self.team_size = 1 if self.interface.joint_format else self.num_agents
         self._set_up_optimizer(agent_learning_rate, optimizer, lr_scheduler)
         self._set_up_state()
 
@@ -176,7 +179,7 @@ class CooperativeModule(BufferedUpdates):
         optimizer: OptimizerFactory | None,
         lr_scheduler: SchedulerFactory | None,
     ) -> None:
-        self._given_rates = learning_rates(agent_learning_rate, self.num_agents)
+        self._given_rates = learning_rates(agent_learning_rate, self.team_size)
         factories = {"optimizer": optimizer or torch.optim.AdamW, "lr_scheduler": lr_scheduler}
         # What a checkpoint could not hold is missed by the next fit only, not by an evaluation.
         self.missing_factories = {name: factory for name, factory in factories.items() if is_remark(factory)}
@@ -187,11 +190,6 @@ class CooperativeModule(BufferedUpdates):
             self.optimization = check_optimizer(self.optimizer, self.lr_scheduler)
 
     def _set_up_state(self) -> None:
-        with_kl, parts = self.policy.reference_kl_coef > 0, self.interface.reward.part_names
-        self.training_metrics = MetricTable(
-            training_keys(self.num_turns, self.num_agents, with_kl, parts, self.critic_groups())
-        )
-        self.evaluation_metrics = MetricTable(evaluation_keys(self.num_turns, with_kl, parts), prefix="eval/")
         self.env_step = 0
         self.update_step = 0
         self.eval_seed: int | None = None
@@ -204,13 +202,19 @@ class CooperativeModule(BufferedUpdates):
         self._warned_of_stops = False
         self._resumed: dict[str, Any] | None = None
 
-    @abstractmethod
-    def build_learner(self) -> Learner:
-        """The credit and the loss of this algorithm, for `team`; here go further networks, too."""
+    def _set_up_method(self, method: Method) -> None:
+        """Learn from rewards in this way; the constructor of each such algorithm ends here."""
+        self.method = method
+        self.shape = method.rollout_shape(self.shape)
+        method.check(self.shape, self.team_size, self.sampling, self.max_nodes)
+        self._set_up_metrics()
 
-    def critic_groups(self) -> list[str]:
-        """Names of the parameter groups of critics."""
-        return []
+    def _set_up_metrics(self, extra: Sequence[str] = ()) -> None:
+        with_kl, parts = self.policy.reference_kl_coef > 0, self.interface.reward.part_names
+        critics = [] if self.method is None else self.method.critic_groups(self.team_size)
+        keys = training_keys(self.num_turns, self.team_size, with_kl, parts, critics)
+        self.training_metrics = MetricTable([*keys, *extra])
+        self.evaluation_metrics = MetricTable(evaluation_keys(self.num_turns, with_kl, parts), prefix="eval/")
 
     @override
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
@@ -225,16 +229,26 @@ class CooperativeModule(BufferedUpdates):
             return
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
-            self.team = AgentTeam.build(self.agents)
+            self.team = AgentTeam.build(team_settings(self.agents, self.team_size))
             if self.policy.reference_kl_coef > 0:
                 self.team.add_reference()
-            self.learner = self.build_learner()
+            self.build_learners()
         self.learning_rates = self.initial_learning_rates()
 
+    def build_learners(self) -> None:
+        """Make what learns from rewards, for `team`; here critics load, too."""
+        assert self.method is not None
+        per_agent = self.interface.reward.per_agent
+        settings = self.policy, self.updates.micro_batch_tokens, self.training_metrics
+        self.learner = self.method.learner(self.team, *settings, per_agent)
+        if isinstance(self.learner, ActorCriticLearner):
+            self.critics = self.learner.critics
+
     def initial_learning_rates(self) -> list[float]:
-        """Learning rate of each of the learner's parameter groups, in their order."""
-        defaults = [1e-4 if self.team.trains_adapter(agent) else 5e-6 for agent in range(self.num_agents)]
-        return [default if rate is None else rate for rate, default in zip(self._given_rates, defaults, strict=True)]
+        """Learning rate of each parameter group, in the order of `parameter_groups`."""
+        defaults = [1e-4 if self.team.trains_adapter(agent) else 5e-6 for agent in range(self.team_size)]
+        rates = [default if rate is None else rate for rate, default in zip(self._given_rates, defaults, strict=True)]
+        return rates if self.method is None else [*rates, *self.method.critic_rates(self.team_size)]
 
     @override
     def on_fit_start(self) -> None:
@@ -266,30 +280,21 @@ class CooperativeModule(BufferedUpdates):
     @override
     def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
         self.step_start = Progress.of(self)
-        self.rollouts = self._collect(batch, _TRAIN, self.sampling, self.shape)
-        credited = self.learner.credit(self.rollouts, self.discount)
-        self._record_collection(self.rollouts, credited)
-        self.buffer += credited
         # Lightning does not see the end of a stream that is shorter than `limit_train_batches`.
         is_last = self.trainer.is_last_batch or batch.is_last
-        if self._buffer_is_full() or is_last:
-            self._update()
+        self._train_on(batch, batch_idx, is_last)
         batch.mark_trained(is_last)
         self.step_start = None
         self._log_training()
 
-    def _collect(self, batch: TaskBatch, stage: int, sampling: Sampling, shape: RolloutShape) -> Rollouts:
-        if not isinstance(batch, TaskBatch):
-            raise ValueError(f"A batch is {type(batch).__name__}, not task items. Give the trainer a TaskDataModule.")
-        seed = self.seed if stage == _TRAIN or self.eval_seed is None else self.eval_seed
-        key = (seed, stage, batch.epoch if stage == _TRAIN else 0)
-        collector = Collector(self.team, self.interface, shape, sampling, key, self._show_progress)
-        return collector.collect(batch.items, batch.indices)
-
-    def _show_progress(self, turn: int, rows_running: int) -> None:
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, RolloutListener):
-                callback.on_rollout_progress(turn, rows_running)
+    def _train_on(self, batch: TaskBatch, batch_idx: int, is_last: bool) -> None:
+        """Roll out the items, credit what was said, and learn once enough has come together."""
+        self.rollouts = self._collect(batch, TRAIN, self.sampling, self.shape)
+        credited = self.learner.credit(self.rollouts, self.discount)
+        self._record_collection(self.rollouts, credited)
+        self.buffer += credited
+        if self._buffer_is_full() or is_last:
+            self._update()
 
     def _record_collection(self, rollouts: Rollouts, credited: Sequence[CreditedNode]) -> None:
         self.env_step += round(sum_over_ranks(rollouts.num_scored))
@@ -318,57 +323,22 @@ class CooperativeModule(BufferedUpdates):
         for key, value in metrics.items():
             self.log(key, value, logger=False, batch_size=1, prog_bar=key.endswith("reward_mean"))
 
+    def counters(self) -> dict[str, float]:
+        """What stands beside every training log; `env_step` is the x-axis."""
+        return {"env_step": float(self.env_step)}
+
     def _write(self, metrics: Mapping[str, float]) -> None:
         for logger in self.trainer.loggers if metrics else ():
-            logger.log_metrics({**metrics, "env_step": float(self.env_step)}, step=self.env_step)
+            logger.log_metrics({**metrics, **self.counters()}, step=self.env_step)
             logger.save()
 
-    @override
-    def on_validation_epoch_start(self) -> None:
-        self._evaluated.clear()
-        self.evaluation_metrics.pop()  # an evaluation that failed may have left something
-        self.interface.reward.pop_parts()
-
-    @override
-    def validation_step(self, batch: TaskBatch, batch_idx: int) -> None:
-        rollouts = self._collect(batch, _EVALUATE, self.eval_sampling, self._single_path)
-        self._evaluated.append(rollouts)
-        credited = assign_credit(rollouts, self.discount)
-        record_nodes(self.evaluation_metrics, credited, self.interface.reward.pop_parts())
-        record_final_rewards(self.evaluation_metrics, rollouts)
-        if self.policy.reference_kl_coef > 0:
-            self.learner.record_kl(self.evaluation_metrics, [entry.node for entry in credited])
-
-    @override
-    def on_validation_epoch_end(self) -> None:
-        metrics = self.evaluation_metrics.pop()
-        if metrics:  # "step" is what Lightning takes for the x-axis of its loggers
-            self.log_dict({**metrics, "env_step": float(self.env_step), "step": float(self.env_step)}, batch_size=1)
-
-    on_test_epoch_start = on_validation_epoch_start
-    test_step = validation_step
-    on_test_epoch_end = on_validation_epoch_end
-
-    @property
-    def _single_path(self) -> RolloutShape:
-        """One completion per agent and turn."""
-        return replace(self.shape, num_generations=1, joint_mode="aligned")
-
-    def evaluation_rollouts(self) -> Rollouts:
-        """Everything that the running evaluation has sampled, from all ranks in item order. Call it on every rank."""
-        return merge_rollouts(gather_objects(self._evaluated))
-
-    @override
-    def predict_step(self, batch: TaskBatch, batch_idx: int) -> list[dict[str, Any]]:
-        rollouts = self._collect(batch, _PREDICT, self.eval_sampling, self._single_path)
-        self.interface.reward.pop_parts()  # predictions are no part of the next log
-        return [prediction(rollouts, node) for node in rollouts.nodes]
-
     def save_agents(self, folder: str | Path) -> None:
-        """Write ``agent_0/``, ``agent_1/`` ...: standard PEFT or model folders with their tokenizers."""
+        """Write ``agent_0/``, ``agent_1/`` ...: standard PEFT or model folders with tokenizers, and critics beside."""
         self.configure_model()
         if rank() == 0:
             self.team.save(folder)
+            if isinstance(self.learner, ActorCriticLearner):
+                self.learner.critics.save(folder)
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -379,6 +349,17 @@ class CooperativeModule(BufferedUpdates):
         if strict and (keys.missing_keys or keys.unexpected_keys):
             raise RuntimeError(f"Weights do not fit: missing {keys.missing_keys}, unexpected {keys.unexpected_keys}.")
         return keys
+
+    def progress(self) -> Any:
+        """What else a training step of this algorithm changes, as a value that nobody changes afterwards."""
+        return None
+
+    def progress_state(self, progress: Any) -> dict[str, Any]:
+        """That value as plain values and tensors for a checkpoint. Call it on every rank."""
+        return {}
+
+    def restore_progress(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `progress_state`."""
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

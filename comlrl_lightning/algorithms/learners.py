@@ -62,6 +62,10 @@ class Learner(ABC):
         """Trained parameters by group; each group has its own learning rate and gradient norm."""
         return {agent_group(agent): self.team.agent_parameters(agent) for agent in range(self.team.num_agents)}
 
+    def new_stats(self) -> UpdateStats:
+        """Empty sums of one optimizer step."""
+        return UpdateStats(self.team.num_agents)
+
     def credit(self, rollouts: Rollouts, discount: float) -> list[CreditedNode]:
         """What the policies and critics that collected a rollout can say of it, once and for all.
 

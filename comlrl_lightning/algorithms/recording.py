@@ -28,13 +28,19 @@ def record_nodes(table: MetricTable, credited: Sequence[CreditedNode], parts: Ma
 
 
 def record_collection(table: MetricTable, rollouts: Rollouts) -> None:
-    """Lengths of the completions and times of the collection."""
+    """Lengths of the completions and times of the collection; `agent_0` is the model that answers for all."""
     for node in rollouts.nodes:
         for agent, group in enumerate(node.completions):
             table.update(agent_key(agent, "completion_tokens"), _column([len(one.token_ids) for one in group]))
             table.update(agent_key(agent, "truncated_share"), _column([one.truncated for one in group]))
     table.update("time/generation", rollouts.generation_seconds)
     table.update("time/reward", rollouts.reward_seconds)
+
+
+def record_unparsed(table: MetricTable, rollouts: Rollouts) -> None:
+    """The share of completions of a model that answers for all in which no answer was found."""
+    if num_scored := rollouts.num_scored:
+        table.update("unparsed_share", rollouts.num_unparsed / num_scored, num_scored)
 
 
 def record_final_rewards(table: MetricTable, rollouts: Rollouts) -> None:
@@ -67,7 +73,7 @@ def prediction(rollouts: Rollouts, node: Node) -> dict[str, Any]:
         "index": rollouts.indices[node.task],
         "turn": node.turn,
         "prompts": list(node.prompts),
-        "completions": [completion.text for completion in node.joint_completion(0)],
+        "completions": node.answers(0),
         "reward": node.rewards[0],
     }
 

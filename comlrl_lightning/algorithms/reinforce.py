@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from typing_extensions import override
-
-from comlrl_lightning.algorithms.checks import check_choice, check_nodes, check_sampling
+from comlrl_lightning.algorithms.checks import check_choice
 from comlrl_lightning.algorithms.cooperative import CooperativeModule
-from comlrl_lightning.algorithms.learners import GroupRelativeLearner
-from comlrl_lightning.functional import Baseline
+from comlrl_lightning.algorithms.methods import CriticFree, CriticFreeName
 
 
 class GroupRelativeModule(CooperativeModule):
@@ -24,7 +20,7 @@ class GroupRelativeModule(CooperativeModule):
             mean square over the buffer (``"batch"``), or not at all (False).
     """
 
-    baseline: ClassVar[Baseline]
+    algorithm: ClassVar[CriticFreeName]
     fixed_settings = (*CooperativeModule.fixed_settings, "joint_mode", "advantage_normalization")
 
     def __init__(
@@ -34,44 +30,10 @@ class GroupRelativeModule(CooperativeModule):
         advantage_normalization: Literal["group", "batch", False] = "group",
         **kwargs: Any,
     ) -> None:
+        check_choice(("group", "batch", False), advantage_normalization=advantage_normalization)
         super().__init__(*args, **kwargs)
         self.save_hyperparameters({"joint_mode": joint_mode, "advantage_normalization": advantage_normalization})
-        check_choice(("group", "batch", False), advantage_normalization=advantage_normalization)
-        self.shape = replace(self.shape, joint_mode=joint_mode)
-        self.advantage_normalization: Literal["group", "batch", False] = advantage_normalization
-        self._check_group()
-        check_sampling(type(self).__name__, self.sampling, refuse=self.baseline == "none")
-        check_nodes(self.shape, self.num_agents, self.max_nodes)
-
-    def _check_group(self) -> None:
-        name, size = type(self).__name__, self.shape.num_generations
-        if size == 1 and self.advantage_normalization == "batch":
-            raise ValueError(
-                f"{name}(num_generations=1, advantage_normalization='batch') has no spread inside groups to measure."
-                " Use num_generations >= 2 or advantage_normalization=False."
-            )
-        if self.baseline == "none":
-            if self.advantage_normalization == "group":
-                raise ValueError(
-                    f"{name}(advantage_normalization='group') has no baseline: a group of equal returns would be"
-                    " divided by almost nothing. Use 'batch' or False."
-                )
-        elif size == 1:
-            raise ValueError(
-                f"{name}(num_generations=1) compares a completion with itself, so that every advantage is 0."
-                " Use num_generations >= 2, or MAREINFORCE."
-            )
-
-    @override
-    def build_learner(self) -> GroupRelativeLearner:
-        return GroupRelativeLearner(
-            self.team,
-            self.policy,
-            self.baseline,
-            self.advantage_normalization,
-            self.updates.micro_batch_tokens,
-            self.training_metrics,
-        )
+        self._set_up_method(CriticFree(self.algorithm, joint_mode, advantage_normalization))
 
 
 class MAGRPO(GroupRelativeModule):
@@ -81,7 +43,7 @@ class MAGRPO(GroupRelativeModule):
     completions, every agent is credited with the joint return.
     """
 
-    baseline = "group_mean"
+    algorithm = "MAGRPO"
 
 
 class MARLOO(GroupRelativeModule):
@@ -90,7 +52,7 @@ class MARLOO(GroupRelativeModule):
     Without normalization this is K/(K-1) times MAGRPO, hence unbiased (https://arxiv.org/abs/2402.14740).
     """
 
-    baseline = "leave_one_out"
+    algorithm = "MARLOO"
 
 
 class MAReMax(GroupRelativeModule):
@@ -101,7 +63,7 @@ class MAReMax(GroupRelativeModule):
     (https://arxiv.org/abs/2310.10505) subtracts the reward of the greedy completion instead.
     """
 
-    baseline = "group_max"
+    algorithm = "MAReMax"
 
 
 class MAREINFORCE(GroupRelativeModule):
@@ -112,7 +74,7 @@ class MAREINFORCE(GroupRelativeModule):
             buffer. ``"group"`` is refused: it needs a baseline.
     """
 
-    baseline = "none"
+    algorithm = "MAREINFORCE"
 
     def __init__(
         self, *args: Any, advantage_normalization: Literal["group", "batch", False] = False, **kwargs: Any

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -24,11 +24,41 @@ from comlrl_lightning.algorithms.checks import OptimizerFactory, SchedulerFactor
 from comlrl_lightning.algorithms.hparams import from_plain
 from comlrl_lightning.algorithms.learners import Learner
 from comlrl_lightning.algorithms.optimization import average_gradients, clip_gradients
-from comlrl_lightning.algorithms.rows import PreparedNode, UpdateStats
 from comlrl_lightning.algorithms.settings import PolicySettings, UpdateSettings
 from comlrl_lightning.distributed import max_over_ranks, sum_over_ranks, world_size
 from comlrl_lightning.metrics import MetricTable, group_key
 from comlrl_lightning.rollouts.buffer import CreditedNode
+
+R = TypeVar("R", contravariant=True)
+S = TypeVar("S", bound="StepStats")
+
+
+class StepStats(Protocol):
+    """Sums over the rows of one optimizer step."""
+
+    def record(self, table: MetricTable, num_rows: int) -> None:
+        """Write their means to the metrics."""
+        ...
+
+
+class StepLearner(Protocol[R, S]):
+    """What one optimizer step needs to know about a loss over rows R (nodes, pairs)."""
+
+    def parameter_groups(self) -> dict[str, dict[str, Parameter]]:
+        """Trained parameters by group."""
+        ...
+
+    def active_groups(self, nodes: Sequence[R], /) -> set[str]:
+        """Groups that get a gradient from these rows."""
+        ...
+
+    def new_stats(self) -> S:
+        """Empty sums to log."""
+        ...
+
+    def losses(self, nodes: Sequence[R], stats: S, /) -> Iterator[Tensor]:
+        """Summed losses of micro-batches: call backward before taking the next."""
+        ...
 
 
 class BufferedUpdates(LightningModule):
@@ -54,7 +84,7 @@ class BufferedUpdates(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         for name, remark in self.missing_factories.items():
             from_plain(name, remark)
-        named = self.learner.parameter_groups().items()
+        named = self.parameter_groups().items()
         groups = [
             {"params": list(parameters.values()), "name": name, "lr": rate}
             for (name, parameters), rate in zip(named, self.learning_rates, strict=True)
@@ -63,6 +93,10 @@ class BufferedUpdates(LightningModule):
         if self.lr_scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.lr_scheduler(optimizer), "name": "lr"}}
+
+    def parameter_groups(self) -> dict[str, dict[str, Parameter]]:
+        """Everything that is trained, by group."""
+        return self.learner.parameter_groups()
 
     def _buffer_is_full(self) -> bool:
         """Whether the buffers of all ranks together hold enough; the same answer on every rank."""
@@ -89,7 +123,8 @@ class BufferedUpdates(LightningModule):
             order = self._order(len(prepared), inner_epoch) if num_batches > 1 else list(range(len(prepared)))
             size = per_rank or max(len(prepared), 1)
             for batch in range(num_batches):
-                self._optimizer_step([prepared[node] for node in order[batch * size : (batch + 1) * size]])
+                chosen = order[batch * size : (batch + 1) * size]
+                self._optimizer_step(self.learner, [prepared[node] for node in chosen])
         self.buffer.clear()
         self.training_metrics.update("time/update", time.perf_counter() - started)
 
@@ -98,21 +133,21 @@ class BufferedUpdates(LightningModule):
         generator = torch.Generator().manual_seed(hash((self.seed, self.env_step, inner_epoch)) % 2**63)
         return torch.randperm(num_nodes, generator=generator).tolist()
 
-    def _optimizer_step(self, nodes: Sequence[PreparedNode]) -> None:
-        """One step of the optimizer on a mini-batch of this rank's nodes, which may be empty."""
+    def _optimizer_step(self, learner: StepLearner[R, S], rows: Sequence[R]) -> None:
+        """One step of the optimizer on a mini-batch of this rank's rows, which may be empty."""
         optimizer = self.optimizers()
         assert isinstance(optimizer, LightningOptimizer)
         optimizer.zero_grad(set_to_none=True)
-        stats = UpdateStats(self.num_agents)
-        for loss in self.learner.losses(nodes, stats):
+        stats = learner.new_stats()
+        for loss in learner.losses(rows, stats):
             self._backward(loss)
-        groups = {name: list(group.values()) for name, group in self.learner.parameter_groups().items()}
-        here = self.learner.active_groups(nodes)
-        active = average_gradients(list(groups.values()), len(nodes), [name in here for name in groups])
+        groups = {name: list(group.values()) for name, group in learner.parameter_groups().items()}
+        here = learner.active_groups(rows)
+        active = average_gradients(list(groups.values()), len(rows), [name in here for name in groups])
         moving = {name: group for (name, group), moves in zip(groups.items(), active, strict=True) if moves}
         if moving and not self._clip(moving):
             return
-        stats.record(self.training_metrics, len(nodes))
+        stats.record(self.training_metrics, len(rows))
         if moving:
             optimizer.step()
             self.update_step += 1

@@ -1,0 +1,112 @@
+"""Rollouts of a module's team; evaluation and prediction, which take one completion per agent and turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from typing_extensions import override
+
+from comlrl_lightning.agents.settings import Sampling
+from comlrl_lightning.algorithms.recording import prediction, record_final_rewards, record_nodes
+from comlrl_lightning.algorithms.updating import BufferedUpdates
+from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.distributed import gather_objects
+from comlrl_lightning.metrics import MetricTable
+from comlrl_lightning.rollouts.buffer import assign_credit
+from comlrl_lightning.rollouts.collect import Collector, RolloutShape, Sampler, TaskInterface
+from comlrl_lightning.rollouts.types import RolloutListener, Rollouts, merge_rollouts
+
+TRAIN, EVALUATE, PREDICT, COMPARE = range(4)
+"""Stages that keep the random streams of completions apart."""
+
+
+class Evaluations(BufferedUpdates):
+    """The part of a cooperative module that rolls its team out and changes no weight."""
+
+    interface: TaskInterface
+    shape: RolloutShape
+    eval_sampling: Sampling
+    discount: float
+    eval_seed: int | None
+    evaluation_metrics: MetricTable
+    _evaluated: list[Rollouts]
+
+    def _collect(
+        self,
+        batch: TaskBatch,
+        stage: int,
+        sampling: Sampling,
+        shape: RolloutShape,
+        sampler: Sampler | None = None,
+        interface: TaskInterface | None = None,
+    ) -> Rollouts:
+        """Roll out the items of a batch.
+
+        Args:
+            batch: The items.
+            stage: Keeps random streams apart.
+            sampling: How completions are drawn.
+            shape: Width and depth.
+            sampler: Who answers; None: the team.
+            interface: The user's functions; None: those of the module.
+        """
+        if not isinstance(batch, TaskBatch):
+            raise ValueError(f"A batch is {type(batch).__name__}, not task items. Give the trainer a TaskDataModule.")
+        seed = self.eval_seed if stage in (EVALUATE, PREDICT) and self.eval_seed is not None else self.seed
+        key = (seed, stage, 0 if stage in (EVALUATE, PREDICT) else batch.epoch)
+        collector = Collector(
+            self.team if sampler is None else sampler,
+            self.interface if interface is None else interface,
+            shape,
+            sampling,
+            key,
+            self._show_progress,
+        )
+        return collector.collect(batch.items, batch.indices)
+
+    def _show_progress(self, turn: int, rows_running: int) -> None:
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RolloutListener):
+                callback.on_rollout_progress(turn, rows_running)
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        self._evaluated.clear()
+        self.evaluation_metrics.pop()  # an evaluation that failed may have left something
+        self.interface.reward.pop_parts()
+
+    @override
+    def validation_step(self, batch: TaskBatch, batch_idx: int) -> None:
+        rollouts = self._collect(batch, EVALUATE, self.eval_sampling, self._single_path)
+        self._evaluated.append(rollouts)
+        credited = assign_credit(rollouts, self.discount)
+        record_nodes(self.evaluation_metrics, credited, self.interface.reward.pop_parts())
+        record_final_rewards(self.evaluation_metrics, rollouts)
+        if self.policy.reference_kl_coef > 0:
+            self.learner.record_kl(self.evaluation_metrics, [entry.node for entry in credited])
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        metrics = self.evaluation_metrics.pop()
+        if metrics:  # "step" is what Lightning takes for the x-axis of its loggers
+            self.log_dict({**metrics, "env_step": float(self.env_step), "step": float(self.env_step)}, batch_size=1)
+
+    on_test_epoch_start = on_validation_epoch_start
+    test_step = validation_step
+    on_test_epoch_end = on_validation_epoch_end
+
+    @property
+    def _single_path(self) -> RolloutShape:
+        """One completion per agent and turn."""
+        return replace(self.shape, num_generations=1, joint_mode="aligned")
+
+    def evaluation_rollouts(self) -> Rollouts:
+        """Everything that the running evaluation has sampled, from all ranks in item order. Call it on every rank."""
+        return merge_rollouts(gather_objects(self._evaluated))
+
+    @override
+    def predict_step(self, batch: TaskBatch, batch_idx: int) -> list[dict[str, Any]]:
+        rollouts = self._collect(batch, PREDICT, self.eval_sampling, self._single_path)
+        self.interface.reward.pop_parts()  # predictions are no part of the next log
+        return [prediction(rollouts, node) for node in rollouts.nodes]
