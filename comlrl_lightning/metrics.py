@@ -32,6 +32,18 @@ CRITIC_METRICS = ("value_loss", "explained_variance", "td_error")
 """Under ``agent_i/`` with critics, all alike for one critic of a shared reward: squared error of the values, share of
 the variance of the Monte-Carlo returns that the values explained before the update (1 is perfect), mean absolute TD
 error. The gradient norm of a critic stands under its own name, ``critic/`` or ``critic_i/``."""
+DIRECT_METRICS = ("margin", "log_prob_drift")
+"""Under ``agent_i/`` when policies are fitted to pairs: mean margin between winner and loser in nats, and how far the
+log-probabilities of completions have moved since they were sampled, in nats per completion."""
+PAIR_METRICS = ("pairs_per_item", "reward_gap", "comparator_reward_mean", "comparator_unparsed_share")
+"""Under ``preference/``: pairs that an item gave, mean difference of their rewards, mean reward of the comparator,
+share of its joint completions in which no agent's answer was found."""
+FIT_METRICS = ("loss", "accuracy")
+"""Under ``preference/`` when policies are fitted to pairs, under ``reward_model/`` when a reward model is: mean loss
+and share of the pairs that come out right, both before the step. ``reward_model/held_out_accuracy`` is the share among
+the pairs of items that are kept out of the fit, after each epoch."""
+LEARNED = "learned/"
+"""Before the reward metrics of rollouts that a reward model has scored."""
 TIME_METRICS = ("generation", "reward", "update")
 """Under ``time/``: seconds per training step."""
 
@@ -56,6 +68,26 @@ def part_key(name: str) -> str:
     return f"reward/{name}"
 
 
+def preference_key(name: str) -> str:
+    """Key of a metric of preference pairs."""
+    return group_key("preference", name)
+
+
+def preference_keys(num_agents: int, direct: bool) -> list[str]:
+    """What an algorithm of preferences logs in addition.
+
+    Args:
+        num_agents: N.
+        direct: Whether policies are fitted to pairs; otherwise a reward model is.
+    """
+    pairs = list(map(preference_key, PAIR_METRICS))
+    if direct:
+        agents = [agent_key(agent, name) for agent in range(num_agents) for name in DIRECT_METRICS]
+        return [*pairs, *map(preference_key, FIT_METRICS), *agents]
+    fit = [group_key("reward_model", name) for name in (*FIT_METRICS, "held_out_accuracy", "grad_norm")]
+    return [*pairs, *fit, *(LEARNED + key for key in turn_keys(1, with_kl=False))]
+
+
 def training_keys(
     num_turns: int, num_agents: int, with_kl: bool, parts: Iterable[str] = (), critics: Iterable[str] = ()
 ) -> list[str]:
@@ -70,6 +102,7 @@ def training_keys(
         *(group_key(critic, "grad_norm") for critic in critics),
         *(f"time/{name}" for name in TIME_METRICS),
         "nonfinite_updates",
+        "unparsed_share",
     ]
 
 

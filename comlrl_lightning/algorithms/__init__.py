@@ -2,20 +2,32 @@
 
 from comlrl_lightning.algorithms.actor_critic import IAC, MAAC, ActorCriticModule
 from comlrl_lightning.algorithms.cooperative import CooperativeModule
+from comlrl_lightning.algorithms.madpo import MADPO
+from comlrl_lightning.algorithms.marlhf import MARLHF
+from comlrl_lightning.algorithms.preference import PreferenceModule
 from comlrl_lightning.algorithms.reinforce import MAGRPO, MAREINFORCE, MARLOO, GroupRelativeModule, MAReMax
 
-ALGORITHMS: tuple[type[CooperativeModule], ...] = (MAREINFORCE, MAGRPO, MARLOO, MAReMax, IAC, MAAC)
+POLICY_GRADIENT_ALGORITHMS: tuple[type[CooperativeModule], ...] = (MAREINFORCE, MAGRPO, MARLOO, MAReMax, IAC, MAAC)
+"""Those that learn from rewards, in one or many turns."""
+PREFERENCE_ALGORITHMS: tuple[type[PreferenceModule], ...] = (MADPO, MARLHF)
+"""Those that learn from comparisons, in rounds."""
+ALGORITHMS: tuple[type[CooperativeModule], ...] = (*POLICY_GRADIENT_ALGORITHMS, *PREFERENCE_ALGORITHMS)
 """Every algorithm that can be trained."""
 
 __all__ = [
     "ALGORITHMS",
     "IAC",
     "MAAC",
+    "MADPO",
     "MAGRPO",
     "MAREINFORCE",
+    "MARLHF",
     "MARLOO",
+    "POLICY_GRADIENT_ALGORITHMS",
+    "PREFERENCE_ALGORITHMS",
     "ActorCriticModule",
     "CooperativeModule",
     "GroupRelativeModule",
     "MAReMax",
+    "PreferenceModule",
 ]

@@ -31,6 +31,13 @@ def check_kind(*kinds: type, **values: Any) -> None:
             raise ValueError(f"{name}={value!r} is not a setting of that kind. Give {wanted}.")
 
 
+def refuse_settings(owner: str, names: Sequence[str], given: Mapping[str, Any], reason: str) -> None:
+    """Refuse settings of other algorithms."""
+    for name in names:
+        if name in given:
+            raise ValueError(f"{owner}({name}=...) has no such setting: {reason}. Leave it out.")
+
+
 def check_flag(**values: bool) -> None:
     """Refuse anything but True and False."""
     for name, value in values.items():

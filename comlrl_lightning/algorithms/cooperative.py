@@ -32,7 +32,7 @@ from comlrl_lightning.algorithms.construction import task_interface, team_settin
 from comlrl_lightning.algorithms.critic_learner import ActorCriticLearner
 from comlrl_lightning.algorithms.evaluating import TRAIN, Evaluations
 from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain, is_remark, to_plain
-from comlrl_lightning.algorithms.methods import Method
+from comlrl_lightning.algorithms.methods import ActorCritic, Method
 from comlrl_lightning.algorithms.recording import (
     ForgetStep,
     record_collection,
@@ -46,7 +46,7 @@ from comlrl_lightning.data import TaskBatch
 from comlrl_lightning.distributed import rank, sum_over_ranks, world_size
 from comlrl_lightning.metrics import MetricTable, evaluation_keys, training_keys
 from comlrl_lightning.rollouts.buffer import CreditedNode
-from comlrl_lightning.rollouts.collect import RolloutShape
+from comlrl_lightning.rollouts.collect import RolloutShape, TaskInterface
 from comlrl_lightning.rollouts.types import Rollouts
 
 
@@ -230,10 +230,15 @@ class CooperativeModule(Evaluations):
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
             self.team = AgentTeam.build(team_settings(self.agents, self.team_size))
-            if self.policy.reference_kl_coef > 0:
+            if self.uses_reference:
                 self.team.add_reference()
             self.build_learners()
         self.learning_rates = self.initial_learning_rates()
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether completions are scored under the reference policies, too."""
+        return self.policy.reference_kl_coef > 0
 
     def build_learners(self) -> None:
         """Make what learns from rewards, for `team`; here critics load, too."""
@@ -289,12 +294,16 @@ class CooperativeModule(Evaluations):
 
     def _train_on(self, batch: TaskBatch, batch_idx: int, is_last: bool) -> None:
         """Roll out the items, credit what was said, and learn once enough has come together."""
-        self.rollouts = self._collect(batch, TRAIN, self.sampling, self.shape)
+        self.rollouts = self._collect(batch, TRAIN, self.sampling, self.shape, interface=self._training_interface())
         credited = self.learner.credit(self.rollouts, self.discount)
         self._record_collection(self.rollouts, credited)
         self.buffer += credited
         if self._buffer_is_full() or is_last:
             self._update()
+
+    def _training_interface(self) -> TaskInterface:
+        """The user's functions that training rolls out with."""
+        return self.interface
 
     def _record_collection(self, rollouts: Rollouts, credited: Sequence[CreditedNode]) -> None:
         self.env_step += round(sum_over_ranks(rollouts.num_scored))
@@ -337,8 +346,8 @@ class CooperativeModule(Evaluations):
         self.configure_model()
         if rank() == 0:
             self.team.save(folder)
-            if isinstance(self.learner, ActorCriticLearner):
-                self.learner.critics.save(folder)
+            if isinstance(self.method, ActorCritic):
+                self.critics.save(folder)
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

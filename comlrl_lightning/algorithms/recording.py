@@ -11,20 +11,42 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from comlrl_lightning.metrics import MetricTable, agent_key, part_key, turn_key
-from comlrl_lightning.rollouts.buffer import CreditedNode
+from comlrl_lightning.metrics import LEARNED, MetricTable, agent_key, part_key, turn_key
+from comlrl_lightning.rollouts.buffer import CreditedNode, assign_credit
 from comlrl_lightning.rollouts.collect import RolloutShape
 from comlrl_lightning.rollouts.types import Node, Rollouts
 
 
-def record_nodes(table: MetricTable, credited: Sequence[CreditedNode], parts: Mapping[str, float]) -> None:
+def record_nodes(
+    table: MetricTable, credited: Sequence[CreditedNode], parts: Mapping[str, float], prefix: str = ""
+) -> None:
     """Rewards and returns of every joint completion, per turn, and the means of the parts of their rewards."""
     num_scored = float(sum(len(entry.node.rewards) for entry in credited))
     for name, value in parts.items():
         table.update(part_key(name), value, num_scored)
     for entry in credited:
-        table.update(turn_key(entry.node.turn, "reward_mean"), _column(entry.node.rewards))
-        table.update(turn_key(entry.node.turn, "expected_return"), _column(entry.joint_returns))
+        table.update(prefix + turn_key(entry.node.turn, "reward_mean"), _column(entry.node.rewards))
+        table.update(prefix + turn_key(entry.node.turn, "expected_return"), _column(entry.joint_returns))
+
+
+def record_candidates(table: MetricTable, rollouts: Rollouts, parts: Mapping[str, float], by_task: bool) -> None:
+    """Rewards, lengths and times of the candidates of a collecting epoch.
+
+    Args:
+        table: Where they go.
+        rollouts: Nodes of the first turn.
+        parts: Means of the parts of their rewards.
+        by_task: Whether the task's reward has scored them; a learned one is kept apart.
+    """
+    credited = assign_credit(rollouts, discount=1.0)
+    record_nodes(table, credited, parts, prefix="" if by_task else LEARNED)
+    record_collection(table, rollouts)
+
+
+def record_learned_rewards(table: MetricTable, rollouts: Rollouts, credited: Sequence[CreditedNode]) -> None:
+    """What `record_candidates` does, for rollouts that a learned reward has scored."""
+    record_nodes(table, credited, {}, prefix=LEARNED)
+    record_collection(table, rollouts)
 
 
 def record_collection(table: MetricTable, rollouts: Rollouts) -> None:
@@ -33,6 +55,8 @@ def record_collection(table: MetricTable, rollouts: Rollouts) -> None:
         for agent, group in enumerate(node.completions):
             table.update(agent_key(agent, "completion_tokens"), _column([len(one.token_ids) for one in group]))
             table.update(agent_key(agent, "truncated_share"), _column([one.truncated for one in group]))
+    if rollouts.num_scored:
+        table.update("unparsed_share", rollouts.num_unparsed / rollouts.num_scored, rollouts.num_scored)
     table.update("time/generation", rollouts.generation_seconds)
     table.update("time/reward", rollouts.reward_seconds)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from comlrl_lightning.agents.critic_settings import AdapterCritic
 from comlrl_lightning.agents.heads import CriticTeam
 from comlrl_lightning.agents.reward_settings import REWARD_MODEL, JointRewardModel
 from comlrl_lightning.agents.sampling import key_digest
@@ -38,6 +39,11 @@ def build_reward_model(settings: JointRewardModel, team: AgentTeam) -> CriticTea
     Raises:
         ValueError: The settings do not fit the team.
     """
+    if isinstance(settings.model, AdapterCritic) and not team.trains_adapter(0):
+        raise ValueError(
+            "JointRewardModel(model=AdapterCritic()) needs a frozen model under it, but agent_0 trains all weights of "
+            "its own. Give Separate(lora=LoraSettings()), or use JointRewardModel(model=ModelCritic(model=...))."
+        )
     return CriticTeam.build(
         settings.model,
         team,
@@ -101,8 +107,9 @@ class RewardLearner:
         self.table = table
         self.joint_format = joint_format
         self.num_agents = num_agents
-        # Two copies on the device would be paid for in every step, this one is read once per round.
-        self._first = [parameter.detach().cpu().clone() for parameter in self._parameters()]
+        # Read once per round: not worth room on the device.
+        kept = self._parameters() if settings.fresh_each_round else []
+        self._first = [parameter.detach().cpu().clone() for parameter in kept]
 
     def parameter_groups(self) -> dict[str, dict[str, Parameter]]:
         """Trained parameters of ``reward_model``."""
@@ -174,12 +181,10 @@ class RewardLearner:
         return _unsampled(self._of_one_prompt(written.prompt), texts)
 
     def _of_one_prompt(self, prompt: Prompt) -> list[Prompt]:
-        """`[N]` prompts where all agents have one: the empty ones are not read."""
-        return [prompt, *[""] * (self.num_agents - 1)]
+        """`[N]` prompts where all agents have one: no messages have no heading either."""
+        return [prompt, *[[] for _ in range(1, self.num_agents)]]
 
-    def split(
-        self, pairs: Sequence[PreferencePair], seed: int
-    ) -> tuple[list[PreferencePair], list[PreferencePair]]:
+    def split(self, pairs: Sequence[PreferencePair], seed: int) -> tuple[list[PreferencePair], list[PreferencePair]]:
         """Pairs to fit and pairs that are held out, the order kept; all pairs of an item are on one side.
 
         An item's side depends on the seed and the item alone, unless one side would be empty: each gets at least one
@@ -193,15 +198,10 @@ class RewardLearner:
             return list(pairs), []
         ranks = {pair.item_index: key_digest((seed, pair.item_index)) for pair in pairs}
         held_out = {item for item, digest in ranks.items() if digest < self.settings.held_out_share * 2**128}
-        if len(ranks) > 1:
-            ordered = sorted(ranks, key=lambda item: ranks[item])
-            held_out = (held_out | {ordered[0]}) - {ordered[-1]}
-        elif held_out:
-            held_out = set()
-        kept, apart = (
-            [pair for pair in pairs if (pair.item_index in held_out) == is_apart] for is_apart in (False, True)
-        )
-        return kept, apart
+        ordered = sorted(ranks, key=lambda item: ranks[item])
+        held_out = (held_out | {*ordered[:1]}) - {*ordered[-1:]}
+        fitted = [pair for pair in pairs if pair.item_index not in held_out]
+        return fitted, [pair for pair in pairs if pair.item_index in held_out]
 
     def accuracy(self, pairs: Sequence[PreferencePair]) -> float:
         """Share of the pairs whose winner has the larger score, equal scores counted half; NaN without any pair.
@@ -243,11 +243,13 @@ class RewardLearner:
 
     @torch.no_grad()
     def reset(self, optimizer: Optimizer | None = None) -> None:
-        """Go back to the weights at construction.
+        """Go back to the weights at construction, if each round is to start from them.
 
         Args:
             optimizer: Forgets what it knows about these weights.
         """
+        if not self.settings.fresh_each_round:
+            return
         for parameter, first in zip(self._parameters(), self._first, strict=True):
             parameter.copy_(first)
             if optimizer is not None:
