@@ -12,7 +12,16 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, ReduceLROnPlateau, SequentialLR
 
 from comlrl_lightning.agents.settings import Sampling, SharedBase
-from comlrl_lightning.algorithms import ALGORITHMS, IAC, MAAC, MAGRPO, MAREINFORCE, MARLOO, CooperativeModule, MAReMax
+from comlrl_lightning.algorithms import (
+    IAC,
+    MAAC,
+    MAGRPO,
+    MAREINFORCE,
+    MARLOO,
+    POLICY_GRADIENT_ALGORITHMS,
+    CooperativeModule,
+    MAReMax,
+)
 from comlrl_lightning.algorithms.checks import learning_rates
 from tests.algorithms.support import fit, make_module, uneven_reward, weights
 
@@ -155,7 +164,7 @@ class TestCutSampling:
 
 
 class TestAccepted:
-    @pytest.mark.parametrize("algorithm", ALGORITHMS)
+    @pytest.mark.parametrize("algorithm", POLICY_GRADIENT_ALGORITHMS)
     def test_the_issue_at_hand_is_enough(self, algorithm: type[CooperativeModule]) -> None:
         module = algorithm(agents=UNLOADED, reward_func=uneven_reward)
         assert module.num_agents == 2
@@ -177,7 +186,10 @@ class TestAccepted:
         assert list(construct().parameters()) == []
 
     def test_defaults_of_the_normalization(self) -> None:
-        defaults = {algorithm: construct(algorithm).hparams["advantage_normalization"] for algorithm in ALGORITHMS}
+        defaults = {
+            algorithm: construct(algorithm).hparams["advantage_normalization"]
+            for algorithm in POLICY_GRADIENT_ALGORITHMS
+        }
         groups: dict[Any, Any] = {MAREINFORCE: False, MAGRPO: "group", MARLOO: "group", MAReMax: "group"}
         assert defaults == {**groups, IAC: "batch", MAAC: "batch"}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.algorithms import ALGORITHMS, MAGRPO, CooperativeModule
+from comlrl_lightning.algorithms import MAGRPO, POLICY_GRADIENT_ALGORITHMS, CooperativeModule
 from comlrl_lightning.callbacks import EvalInterval
 from comlrl_lightning.data import TaskDataModule
 from comlrl_lightning.evaluation import evaluate
@@ -51,7 +51,7 @@ class TestEarlyTermination:
 
 
 class TestNothingMoves:
-    @pytest.mark.parametrize("algorithm", ALGORITHMS)
+    @pytest.mark.parametrize("algorithm", POLICY_GRADIENT_ALGORITHMS)
     def test_training_is_the_same_with_and_without_evaluations(self, algorithm: type[CooperativeModule]) -> None:
         def run(interval: int) -> tuple[Any, dict[str, torch.Tensor]]:
             torch.manual_seed(0)

@@ -9,7 +9,7 @@ import torch
 
 from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, ValueHead
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, SharedBase
-from comlrl_lightning.algorithms import ALGORITHMS, IAC, MAAC, MAGRPO, CooperativeModule
+from comlrl_lightning.algorithms import IAC, MAAC, MAGRPO, POLICY_GRADIENT_ALGORITHMS, CooperativeModule
 from tests.algorithms.support import MemoryLogger, echo, fit, make_module
 from tests.tiny_lm import tiny_gpt2, tiny_llama, tiny_tokenizer
 
@@ -51,7 +51,7 @@ def rise(module: CooperativeModule) -> float:
     return (sum(rewards[-4:]) - sum(rewards[:4])) / 4
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", POLICY_GRADIENT_ALGORITHMS)
 def test_the_reward_rises(algorithm: type[CooperativeModule]) -> None:
     # Five seeds rose by .3 to .95.
     assert rise(prepared(algorithm, num_generations=8)) > 0.3

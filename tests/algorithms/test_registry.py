@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from comlrl_lightning.agents.settings import LoraSettings, SharedBase
-from comlrl_lightning.algorithms import ALGORITHMS, MAGRPO, MARLOO, CooperativeModule
+from comlrl_lightning.algorithms import MAGRPO, MARLOO, POLICY_GRADIENT_ALGORITHMS, CooperativeModule
 from comlrl_lightning.callbacks import BatchCheckpoint
 from comlrl_lightning.data import TaskDataModule
 from comlrl_lightning.evaluation import evaluate
@@ -127,7 +127,7 @@ def assert_goes_on(algorithm: type[CooperativeModule], folder: Path, stops: list
         assert resumed.logged() == whole.logged(sum(one.num_scored for one in whole.collected.rollouts[:stop]))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", POLICY_GRADIENT_ALGORITHMS)
 def test_a_stopped_run_goes_on_bit_for_bit(algorithm: type[CooperativeModule], tmp_path: Path) -> None:
     # After one item the buffer holds three or four of seven nodes.
     assert_goes_on(algorithm, tmp_path, [1])
@@ -142,7 +142,7 @@ def test_from_a_stream(tmp_path: Path) -> None:
     assert_goes_on(MARLOO, tmp_path, [2, 5, 6], stream=True)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", POLICY_GRADIENT_ALGORITHMS)
 def test_a_script_loads_it_again(algorithm: type[CooperativeModule], tmp_path: Path) -> None:
     agents = SharedBase(save_tiny(tmp_path / "base"), num_agents=2, lora=LORA)
     module = make_module(algorithm, agents, num_turns=2, agent_learning_rate=0.01)
@@ -158,7 +158,7 @@ def test_a_script_loads_it_again(algorithm: type[CooperativeModule], tmp_path: P
     assert evaluate(loaded, data) == evaluate(module, data)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", POLICY_GRADIENT_ALGORITHMS)
 def test_hyperparameters_are_plain(algorithm: type[CooperativeModule]) -> None:
     module = make_module(algorithm, num_turns=2, formatters=[len_formatter, len_formatter], lr_scheduler=shrinking)
     assert is_plain(dict(module.hparams))

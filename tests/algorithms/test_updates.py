@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from comlrl_lightning.agents.settings import Separate, SharedBase
-from comlrl_lightning.algorithms import ALGORITHMS, MAGRPO, MAREINFORCE, MARLOO, CooperativeModule
+from comlrl_lightning.algorithms import MAGRPO, MAREINFORCE, MARLOO, POLICY_GRADIENT_ALGORITHMS, CooperativeModule
 from tests.algorithms.support import (
     ITEMS,
     Collected,
@@ -168,7 +168,7 @@ class TestWhoMoves:
                     if gradient is not None
                 ]
             )
-            for algorithm in ALGORITHMS
+            for algorithm in POLICY_GRADIENT_ALGORITHMS
         }
         torch.testing.assert_close(steps["MARLOO"], 1.5 * steps["MAGRPO"], rtol=1e-6, atol=1e-6)
         directions = [steps[name] / steps[name].norm() for name in ("MAREINFORCE", "MAGRPO", "MAReMax")]
