@@ -6,6 +6,7 @@ from comlrl_lightning.callbacks.eval_interval import EvalInterval
 from comlrl_lightning.callbacks.eval_metrics import EvalMetrics
 from comlrl_lightning.callbacks.json_export import JSONExport
 from comlrl_lightning.callbacks.json_predictions import JSONPredictions
+from comlrl_lightning.callbacks.preference_rounds import PreferenceRounds
 from comlrl_lightning.callbacks.reward_curve import RewardCurve
 from comlrl_lightning.callbacks.rollout_metrics import RolloutMetrics, RolloutRecord
 from comlrl_lightning.callbacks.rollout_progress import RolloutProgress
@@ -18,6 +19,7 @@ __all__ = [
     "EvalMetrics",
     "JSONExport",
     "JSONPredictions",
+    "PreferenceRounds",
     "RewardCurve",
     "RolloutMetrics",
     "RolloutProgress",

@@ -105,7 +105,7 @@ def completion_rows(rollouts: Rollouts) -> list[dict[str, Any]]:
             "index": rollouts.indices[node.task],
             "turn": node.turn,
             "prompts": [prompt_text(prompt) for prompt in node.prompts],
-            "completions": [completion.text for completion in node.joint_completion(0)],
+            "completions": node.answers(0),
             "reward": node.rewards[0],
         }
         for node in sorted(rollouts.nodes, key=lambda node: (node.task, node.turn))

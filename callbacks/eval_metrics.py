@@ -89,6 +89,6 @@ def completion_texts(rollouts: Rollouts, num_agents: int, num_turns: int) -> lis
     """`[agent][item][turn]` texts of an evaluation, ``""`` for turns that an item did not reach."""
     texts = [[[""] * num_turns for _ in rollouts.items] for _ in range(num_agents)]
     for node in rollouts.nodes:
-        for agent, completion in enumerate(node.joint_completion(0)):
-            texts[agent][node.task][node.turn - 1] = completion.text
+        for agent, text in enumerate(node.answers(0)):
+            texts[agent][node.task][node.turn - 1] = text
     return texts

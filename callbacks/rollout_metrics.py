@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
@@ -26,10 +27,11 @@ class RolloutRecord:
     prompt: Prompt
     """The prompt as its formatter returned it."""
     completion: str
-    """The agent's text."""
+    """The agent's answer."""
     metadata: Mapping[str, Any]
     """`turn` (from 1), processed `reward`, original `item`, `item_index` in its dataset, `joint_index` in its node,
-    `path` of joint completions that led there, `num_tokens` and `truncated` of the completion."""
+    `path` of joint completions that led there, `num_tokens` and `truncated` of the sampled completion, which is the
+    whole one if one model writes the answers of all agents."""
 
 
 class RolloutMetrics(Callback):
@@ -104,7 +106,7 @@ def rollout_records(rollouts: Rollouts, nodes: Sequence[Node] | None = None) -> 
         RolloutRecord(
             agent_idx=agent,
             prompt=node.prompts[agent],
-            completion=completion.text,
+            completion=answer,
             metadata={
                 "turn": node.turn,
                 "reward": reward,
@@ -118,7 +120,8 @@ def rollout_records(rollouts: Rollouts, nodes: Sequence[Node] | None = None) -> 
         )
         for node in (rollouts.nodes if nodes is None else nodes)
         for index, reward in enumerate(node.rewards)
-        for agent, completion in enumerate(node.joint_completion(index))
+        # Of a model that answers for all there is one completion, which each of the answers comes from.
+        for agent, (answer, completion) in enumerate(zip(node.answers(index), cycle(node.joint_completion(index))))
     ]
 
 

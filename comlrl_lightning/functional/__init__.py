@@ -36,6 +36,7 @@ from comlrl_lightning.functional.advantages import (
 from comlrl_lightning.functional.kl import kl_estimate, sequence_kl
 from comlrl_lightning.functional.log_probs import chunked_log_probs, masked_sum, token_log_probs
 from comlrl_lightning.functional.policy import ImportanceLevel, PolicyLoss, policy_loss
+from comlrl_lightning.functional.preferences import bradley_terry_loss, joint_preference_loss, sequence_margins
 from comlrl_lightning.functional.returns import Parents, agent_returns, node_weights, tree_returns
 from comlrl_lightning.functional.values import (
     Credit,
@@ -59,18 +60,21 @@ __all__ = [
     "agent_returns",
     "batch_moments",
     "batch_rms",
+    "bradley_terry_loss",
     "center_and_scale",
     "chunked_log_probs",
     "explained_variance",
     "explained_variance_moments",
     "gae",
     "group_advantages",
+    "joint_preference_loss",
     "kl_estimate",
     "leave_one_out_weights",
     "masked_sum",
     "node_weights",
     "policy_loss",
     "sequence_kl",
+    "sequence_margins",
     "subtract_baseline",
     "subtract_kl",
     "token_log_probs",

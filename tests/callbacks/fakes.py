@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ def node(task: int, turn: int, texts: tuple[tuple[str, ...], ...], rewards: tupl
     prompts = tuple(f"prompt {agent}" for agent in range(len(texts)))
     path, parent = ((), None) if turn == 1 else ((0,), (task, 0))
     return Node(task, turn, path, parent, prompts, completions, joint, rewards)
+
+
+def central_node(task: int, turn: int, sections: tuple[tuple[str, ...], ...], rewards: tuple[float, ...]) -> Node:
+    """A node of one model that answers for all agents: `sections[k][agent]`."""
+    completions = (tuple(completion(0, " | ".join(answers)) for answers in sections),)
+    aligned = node(task, turn, tuple(zip(*sections, strict=True)), rewards)
+    joint = tuple((k,) for k in range(len(rewards)))
+    return replace(aligned, completions=completions, joint=joint, sections=sections)
 
 
 def rollouts_of(batch: TaskBatch, num_generations: int = 1) -> Rollouts:

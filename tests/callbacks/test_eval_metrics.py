@@ -10,7 +10,9 @@ import pytest
 from lightning import LightningModule
 
 from comlrl_lightning.callbacks import EvalInterval, EvalMetrics
-from tests.callbacks.fakes import ITEMS, FakeModule, data, quiet_trainer
+from comlrl_lightning.callbacks.eval_metrics import completion_texts
+from comlrl_lightning.rollouts.types import Rollouts
+from tests.callbacks.fakes import ITEMS, FakeModule, central_node, data, quiet_trainer
 
 
 def response_chars(
@@ -122,3 +124,14 @@ def test_names_of_the_library_are_taken(tmp_path: Path, name: str) -> None:
     metrics = EvalMetrics(lambda: None, lambda rows: {name: 1.0})
     with pytest.raises(ValueError, match=rf"returned \['{name}'\], which are metrics of the library"):
         quiet_trainer(tmp_path, metrics).validate(FakeModule(), data(), verbose=False)
+
+
+def test_answers_of_one_model_are_those_of_the_agents() -> None:
+    # Item 0 stops after turn 1, item 1 has two turns.
+    nodes = (
+        central_node(0, 1, (("a", "b"),), (1.0,)),
+        central_node(1, 1, (("c", "d"),), (1.0,)),
+        central_node(1, 2, (("e", "f"),), (1.0,)),
+    )
+    rollouts = Rollouts((ITEMS[0], ITEMS[1]), (0, 1), nodes)
+    assert completion_texts(rollouts, 2, 2) == [[["a", ""], ["c", "e"]], [["b", ""], ["d", "f"]]]

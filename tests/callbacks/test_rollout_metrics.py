@@ -10,7 +10,7 @@ import pytest
 from comlrl_lightning.callbacks import EvalInterval, RolloutMetrics, RolloutRecord
 from comlrl_lightning.callbacks.rollout_metrics import rollout_records
 from comlrl_lightning.rollouts.types import Rollouts
-from tests.callbacks.fakes import ITEMS, FakeModule, data, node, quiet_trainer
+from tests.callbacks.fakes import ITEMS, FakeModule, central_node, data, node, quiet_trainer
 
 
 def mean_reward(rollouts: Sequence[RolloutRecord]) -> dict[str, float]:
@@ -58,6 +58,20 @@ def test_records_hold_what_their_joint_completion_got() -> None:
         "num_tokens": 1,
         "truncated": False,
     }
+
+
+def test_answers_of_one_model_are_records_of_the_agents() -> None:
+    entry = central_node(0, 1, (("x", "u"), ("y", "v")), (0.5, 2.0))
+    records = rollout_records(Rollouts((ITEMS[3],), (3,), (entry,)))
+    assert [(record.agent_idx, record.prompt, record.completion) for record in records] == [
+        (0, "prompt 0", "x"),
+        (1, "prompt 1", "u"),
+        (0, "prompt 0", "y"),
+        (1, "prompt 1", "v"),
+    ]
+    # Both stem from one sampled completion.
+    assert [record.metadata["reward"] for record in records] == [0.5, 0.5, 2.0, 2.0]
+    assert {record.metadata["num_tokens"] for record in records} == {1}
 
 
 def test_signature_is_checked_at_construction() -> None:

@@ -12,11 +12,11 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 from comlrl_lightning.callbacks import CompletionsTable, EvalInterval, RolloutProgress
-from comlrl_lightning.callbacks.completions_table import prompt_text, show
+from comlrl_lightning.callbacks.completions_table import completion_rows, prompt_text, show
 from comlrl_lightning.data import TaskBatch
 from comlrl_lightning.loggers import TaskWandbLogger
-from comlrl_lightning.rollouts.types import RolloutListener
-from tests.callbacks.fakes import FakeModule, data, quiet_trainer
+from comlrl_lightning.rollouts.types import RolloutListener, Rollouts
+from tests.callbacks.fakes import ITEMS, FakeModule, central_node, data, quiet_trainer
 
 
 @pytest.fixture
@@ -113,6 +113,12 @@ def test_evaluations_outside_of_the_fit(tmp_path: Path) -> None:
     # Item 0 has two turns; it was trained once, with two joint completions per turn.
     assert [row["env_step"] for row in lines(path)] == [0, 0, 4, 4]
     assert [row["env_step"] for row in lines(tmp_path / "c-validate.jsonl")] == [0, 0]
+
+
+def test_a_row_has_the_answers_of_the_agents_whoever_wrote_them() -> None:
+    (row,) = completion_rows(Rollouts((ITEMS[3],), (3,), (central_node(0, 1, (("x", "y"),), (0.5,)),)))
+    assert row["prompts"] == ["prompt 0", "prompt 1"]
+    assert row["completions"] == ["x", "y"]
 
 
 def test_text_of_chat_messages() -> None:

@@ -1,0 +1,90 @@
+"""Losses of preference pairs: the policy's own, of a joint completion against another, and the reward model's."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from comlrl_lightning.functional.log_probs import masked_sum
+
+
+def sequence_margins(
+    winner_log_probs: Tensor,
+    winner_mask: Tensor,
+    loser_log_probs: Tensor,
+    loser_mask: Tensor,
+    *,
+    length_normalized: bool = False,
+) -> Tensor:
+    """`[R]` how much likelier one agent's winning completion is than its losing one, as log-probabilities.
+
+    Args:
+        winner_log_probs: `[R, C]` log-probabilities of the winning completions' tokens, at the sampling temperature.
+        winner_mask: `[R, C]` True = a sampled token that counts.
+        loser_log_probs: `[R, D]` the same of the losing completions, which may be padded to another length.
+        loser_mask: `[R, D]` the same.
+        length_normalized: Compare means over the tokens (https://arxiv.org/abs/2405.14734) instead of sums.
+
+    Returns:
+        `[R]` margins; a completion without tokens counts as 0.
+    """
+    sides = (winner_log_probs, winner_mask), (loser_log_probs, loser_mask)
+    winner, loser = (masked_sum(log_probs, mask) for log_probs, mask in sides)
+    if length_normalized:
+        winner = winner / winner_mask.sum(-1).clamp(min=1)
+        loser = loser / loser_mask.sum(-1).clamp(min=1)
+    return winner - loser
+
+
+def joint_preference_loss(margins: Tensor, beta: float, reference_margins: Tensor | None = None) -> Tensor:
+    """`[R]` loss of each pair of joint completions: ``-log sigmoid(beta * sum_i (m_i - m_ref_i))``.
+
+    It is DPO (https://arxiv.org/abs/2305.18290, equation 7) of the team, whose joint completion has the product of the
+    agents' probabilities. Without a reference its margins count as 0. Each agent's margin gets the same gradient,
+    ``-beta * sigmoid(-beta * sum)``: those of the others say how much there is left to learn.
+
+    Args:
+        margins: `[R, N]` margin of each agent in each pair, as `sequence_margins` gives it.
+        beta: Above 0; the larger, the smaller the margin that satisfies, and the closer the policy stays to the
+            reference.
+        reference_margins: `[R, N]` margins under the reference policy, which get no gradient; None: no reference.
+
+    Returns:
+        `[R]` losses.
+
+    Raises:
+        ValueError: If `beta` is not a positive number.
+    """
+    if not 0 < beta < math.inf:
+        raise ValueError(f"beta={beta} is out of range. Use a number above 0.")
+    if reference_margins is not None:
+        margins = margins - reference_margins.detach()
+    return -F.logsigmoid(beta * margins.sum(-1))
+
+
+def bradley_terry_loss(winner_scores: Tensor, loser_scores: Tensor, centering_coef: float = 0.0) -> Tensor:
+    """`[R]` loss of each pair under a reward model: ``-log sigmoid(s_w - s_l) + centering_coef * (s_w + s_l)^2``.
+
+    The first term is the negative log-likelihood of the preference (Bradley and Terry 1952,
+    https://doi.org/10.2307/2334029). It leaves the scores of a prompt free up to a constant; the second term fixes that
+    constant near 0 (https://arxiv.org/abs/2312.09244, equation 2; .01 is usual).
+
+    Args:
+        winner_scores: `[R]` score of each winner.
+        loser_scores: `[R]` score of each loser.
+        centering_coef: Weight of the second term, at least 0.
+
+    Returns:
+        `[R]` losses.
+
+    Raises:
+        ValueError: If `centering_coef` is negative or no number.
+    """
+    if not 0 <= centering_coef < math.inf:
+        raise ValueError(f"centering_coef={centering_coef} is out of range. Use a number of at least 0.")
+    losses = -F.logsigmoid(winner_scores - loser_scores)
+    if centering_coef:
+        losses = losses + centering_coef * (winner_scores + loser_scores).square()
+    return losses

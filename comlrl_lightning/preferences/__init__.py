@@ -1,0 +1,1 @@
+"""Preference pairs of joint completions: how they are made, whom they compare with and which ones are learned from."""
