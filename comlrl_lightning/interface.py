@@ -48,6 +48,7 @@ class Formatters:
             UserFunction(formatter, argument, 1, ("external_prompts",), "a task item")
             for argument, formatter in _per_agent(formatters, num_agents)
         ]
+        self.num_agents = num_agents
         for function, (_, formatter) in zip(self._functions, _per_agent(formatters, num_agents), strict=True):
             UserFunction(formatter, function.label.partition("=")[0], 1, (), "a task item alone, as at turn 1")
 
@@ -77,18 +78,12 @@ class Formatters:
             ValueError: If the formatter returns anything else.
         """
         function, place = self._functions[agent], Place(item, item_index, turn)
-        prompt: Prompt
         if external_prompt is None:
             prompt = function(place, _copied(item, place))
         else:
             changed = {**_copied(item, place), "prompt": external_prompt}
             prompt = function(place, changed, external_prompts=external_prompt)
-        if not isinstance(prompt, str) and not _is_chat(prompt):
-            raise ValueError(
-                f"{function.label} returned {short(prompt)} for {place}. "
-                "Return a text or a list of chat messages, each a dict with a text as role and as content."
-            )
-        return plain_prompt(prompt)
+        return checked_prompt(prompt, function.label, place)
 
 
 class RewardFunction:
@@ -281,6 +276,25 @@ def _copied(item: Mapping[str, Any], place: Place) -> dict[str, Any]:
         return deepcopy(dict(item))
     except TypeError as error:
         raise ValueError(f"{place} cannot be copied: {error}. Keep such objects out of task items.") from error
+
+
+def checked_prompt(prompt: Any, source: str, place: object) -> Prompt:
+    """What a function of the user returned as a prompt, in builtin types.
+
+    Args:
+        prompt: What it returned.
+        source: Label of the function, for the message.
+        place: Where, for the message.
+
+    Raises:
+        ValueError: If it is neither a text nor chat messages.
+    """
+    if not isinstance(prompt, str) and not _is_chat(prompt):
+        raise ValueError(
+            f"{source} returned {short(prompt)} for {place}. "
+            "Return a text or a list of chat messages, each a dict with a text as role and as content."
+        )
+    return plain_prompt(prompt)
 
 
 def plain_prompt(prompt: Prompt) -> Prompt:

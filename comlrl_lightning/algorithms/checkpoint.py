@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 KEY = "comlrl_lightning"
 """Where a checkpoint holds the state of the run."""
 
+MEANS = ("gradient_checkpointing", "api_key_env", "timeout_seconds", "max_retries", "max_concurrency")
+"""Settings of models that cost memory or time, or reach a server, and change no result: a run may go on with others."""
+
 RngStates = dict[str, Any]
 """Global random states as values that load with ``weights_only=True``."""
 
@@ -197,10 +200,17 @@ def _difference(name: str, saved: Any, current: Any) -> tuple[str, Any, Any]:
 
 
 def _fixed_settings(module: CooperativeModule) -> dict[str, Any]:
-    settings = {name: to_plain(module.hparams[name]) for name in module.fixed_settings}
-    for name in {"agents", "critic"} & set(settings):
-        settings[name]["init_args"].pop("gradient_checkpointing", None)  # costs memory or time, changes no result
-    return settings
+    return {name: _without_means(to_plain(module.hparams[name])) for name in module.fixed_settings}
+
+
+def _without_means(value: Any) -> Any:
+    """A plain setting without the `MEANS` of the objects in it."""
+    if not isinstance(value, Mapping):
+        return value
+    left = {name: _without_means(entry) for name, entry in value.items()}
+    if "class_path" in value and isinstance(left.get("init_args"), dict):
+        left["init_args"] = {name: entry for name, entry in left["init_args"].items() if name not in MEANS}
+    return left
 
 
 def _fixed(optimization: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from comlrl_lightning.agents.settings import Separate, SharedBase
 from comlrl_lightning.algorithms.checks import check_flag
 from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain
-from comlrl_lightning.collaboration import JointFormat, TaggedSections
+from comlrl_lightning.collaboration import JointFormat, joint_format_of
 from comlrl_lightning.interface import Formatters, RewardFunction, Transition
 from comlrl_lightning.rollouts.collect import TaskInterface
 
@@ -49,22 +49,13 @@ def joint_format(collaboration: Any, agents: Any) -> JointFormat | None:
     Raises:
         ValueError: If it is neither a known name nor a format, or the agents are separate models.
     """
-    collaboration = from_plain("collaboration", collaboration)
-    if collaboration == "decentralized":
-        return None
-    if isinstance(from_plain("agents", agents), Separate):
+    given = joint_format_of(from_plain("collaboration", collaboration))
+    if given is not None and isinstance(from_plain("agents", agents), Separate):
         raise ValueError(
             f"collaboration={collaboration!r} is one model that answers for all, but agents=Separate(...) are several."
             " Use SharedBase(model, num_agents=N), which counts the answers."
         )
-    if collaboration == "centralized":
-        return TaggedSections()
-    if isinstance(collaboration, JointFormat):
-        return collaboration
-    raise ValueError(
-        f"collaboration={collaboration!r} is unknown. Use 'decentralized', 'centralized' or an object with"
-        " build_prompt and split_completion."
-    )
+    return given
 
 
 def team_settings(agents: SharedBase | Separate, team_size: int) -> SharedBase | Separate:

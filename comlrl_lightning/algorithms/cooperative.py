@@ -44,7 +44,7 @@ from comlrl_lightning.algorithms.settings import PolicySettings, UpdateSettings,
 from comlrl_lightning.collaboration import JointFormat
 from comlrl_lightning.data import TaskBatch
 from comlrl_lightning.distributed import rank, sum_over_ranks, world_size
-from comlrl_lightning.metrics import MetricTable, evaluation_keys, training_keys
+from comlrl_lightning.metrics import UNPARSED, MetricTable, evaluation_keys, training_keys
 from comlrl_lightning.rollouts.buffer import CreditedNode
 from comlrl_lightning.rollouts.collect import RolloutShape, TaskInterface
 from comlrl_lightning.rollouts.types import Rollouts
@@ -212,9 +212,11 @@ class CooperativeModule(Evaluations):
     def _set_up_metrics(self, extra: Sequence[str] = ()) -> None:
         with_kl, parts = self.policy.reference_kl_coef > 0, self.interface.reward.part_names
         critics = [] if self.method is None else self.method.critic_groups(self.team_size)
+        sections = [] if self.interface.joint_format is None else [UNPARSED]
         keys = training_keys(self.num_turns, self.team_size, with_kl, parts, critics)
-        self.training_metrics = MetricTable([*keys, *extra])
-        self.evaluation_metrics = MetricTable(evaluation_keys(self.num_turns, with_kl, parts), prefix="eval/")
+        self.training_metrics = MetricTable([*keys, *sections, *extra])
+        keys = evaluation_keys(self.num_turns, with_kl, parts)
+        self.evaluation_metrics = MetricTable([*keys, *sections], prefix="eval/")
 
     @override
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
@@ -287,12 +289,12 @@ class CooperativeModule(Evaluations):
         self.step_start = Progress.of(self)
         # Lightning does not see the end of a stream that is shorter than `limit_train_batches`.
         is_last = self.trainer.is_last_batch or batch.is_last
-        self._train_on(batch, batch_idx, is_last)
+        self._train_on(batch, is_last)
         batch.mark_trained(is_last)
         self.step_start = None
         self._log_training()
 
-    def _train_on(self, batch: TaskBatch, batch_idx: int, is_last: bool) -> None:
+    def _train_on(self, batch: TaskBatch, is_last: bool) -> None:
         """Roll out the items, credit what was said, and learn once enough has come together."""
         self.rollouts = self._collect(batch, TRAIN, self.sampling, self.shape, interface=self._training_interface())
         credited = self.learner.credit(self.rollouts, self.discount)

@@ -8,7 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.algorithms.recording import prediction, record_final_rewards, record_nodes
+from comlrl_lightning.algorithms.recording import prediction, record_final_rewards, record_nodes, record_unparsed
 from comlrl_lightning.algorithms.updating import BufferedUpdates
 from comlrl_lightning.data import TaskBatch
 from comlrl_lightning.distributed import gather_objects
@@ -83,6 +83,7 @@ class Evaluations(BufferedUpdates):
         credited = assign_credit(rollouts, self.discount)
         record_nodes(self.evaluation_metrics, credited, self.interface.reward.pop_parts())
         record_final_rewards(self.evaluation_metrics, rollouts)
+        record_unparsed(self.evaluation_metrics, rollouts)
         if self.policy.reference_kl_coef > 0:
             self.learner.record_kl(self.evaluation_metrics, [entry.node for entry in credited])
 

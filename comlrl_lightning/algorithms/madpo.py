@@ -45,7 +45,12 @@ class MADPO(PreferenceModule):
         length_normalized: Take the mean over a completion's tokens in place of the sum.
     """
 
-    fixed_settings = (*PreferenceModule.fixed_settings, "beta", "reference_free", "length_normalized")
+    fixed_settings = (
+        *(name for name in PreferenceModule.fixed_settings if name not in POLICY_GRADIENT),
+        "beta",
+        "reference_free",
+        "length_normalized",
+    )
 
     def __init__(
         self,
@@ -69,6 +74,7 @@ class MADPO(PreferenceModule):
             entropy_coef=0.0,
             **kwargs,
         )
+        self._leave_out(POLICY_GRADIENT)
         given = {"beta": beta, "reference_free": reference_free, "length_normalized": length_normalized}
         self.save_hyperparameters(given)
         self.preference = PreferenceSettings(beta, reference_free, length_normalized, self.policy.temperature)
@@ -89,6 +95,6 @@ class MADPO(PreferenceModule):
         return self.preference_learner.parameter_groups()
 
     @override
-    def _learn(self, batch: TaskBatch, batch_idx: int, phase: Phase, is_last: bool) -> None:
+    def _learn(self, batch: TaskBatch, phase: Phase, is_last: bool) -> None:
         pairs = self.rounds.pairs
-        self._step_on_pairs(self.preference_learner, pairs, batch_idx, phase, is_last, self.updates.train_batch_size)
+        self._step_on_pairs(self.preference_learner, pairs, batch, phase, is_last, self.updates.train_batch_size)

@@ -104,23 +104,23 @@ class MARLHF(PreferenceModule):
         return [*super().initial_learning_rates(), self.reward_model.initial_learning_rate]
 
     @override
-    def _learn(self, batch: TaskBatch, batch_idx: int, phase: Phase, is_last: bool) -> None:
+    def _learn(self, batch: TaskBatch, phase: Phase, is_last: bool) -> None:
         if phase.kind == "reward":
-            self._fit_reward_model(batch_idx, phase, is_last)
+            self._fit_reward_model(batch, phase, is_last)
         elif self.rounds.is_fitted:
-            CooperativeModule._train_on(self, batch, batch_idx, is_last)
+            CooperativeModule._train_on(self, batch, is_last)
 
-    def _fit_reward_model(self, batch_idx: int, phase: Phase, is_last: bool) -> None:
+    def _fit_reward_model(self, batch: TaskBatch, phase: Phase, is_last: bool) -> None:
         """One training step of an epoch that fits the reward model."""
         learner = self.reward_learner
         fitted, held_out = learner.split(self.rounds.pairs, self.seed)
         if not fitted:
             return
-        if self.reward_model.fresh_each_round and self.rounds.is_fitted and (batch_idx, phase.index) == (0, 0):
+        if batch.start == phase.index == 0:
             optimizer = self.optimizers()
             assert isinstance(optimizer, LightningOptimizer)
             learner.reset(optimizer.optimizer)
-        self._step_on_pairs(learner, fitted, batch_idx, phase, is_last, self.reward_model.batch_size)
+        self._step_on_pairs(learner, fitted, batch, phase, is_last, self.reward_model.batch_size)
         if is_last:
             learner.record_held_out(held_out)
             moments = learner.moments(self.rounds.pairs)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
+from comlrl_lightning.algorithms.checkpoint import KEY
 from comlrl_lightning.algorithms.checks import check_kind, check_whole, refuse_settings
 from comlrl_lightning.algorithms.cooperative import CooperativeModule
 from comlrl_lightning.algorithms.evaluating import COMPARE, TRAIN
@@ -67,7 +69,7 @@ class PreferenceModule(CooperativeModule):
     """
 
     fixed_settings = (
-        *CooperativeModule.fixed_settings,
+        *(name for name in CooperativeModule.fixed_settings if name not in ONE_TURN),
         "num_candidates",
         "pair_selection",
         "num_pairs_per_item",
@@ -100,6 +102,7 @@ class PreferenceModule(CooperativeModule):
             early_termination_threshold=None,
             **kwargs,
         )
+        self._leave_out(ONE_TURN)
         given = {
             "num_candidates": num_candidates,
             "pair_selection": pair_selection,
@@ -112,12 +115,18 @@ class PreferenceModule(CooperativeModule):
         self.save_hyperparameters(given)
         self.comparator: Comparator | None = from_plain("comparator", comparator)
         self.replay: Replay = from_plain("replay", replay)
-        check_kind(Comparator, type(None), comparator=self.comparator)
+        if self.comparator is not None:
+            check_kind(Comparator, comparator=self.comparator)
         check_kind(Replay, replay=self.replay)
         check_whole(1, learning_epochs=learning_epochs)
         check_whole(2 if self.comparator is None else 1, num_candidates=num_candidates)
         if comparator_num_candidates is not None:
             check_whole(1, comparator_num_candidates=comparator_num_candidates)
+            if self.comparator is None:
+                raise ValueError(
+                    f"comparator_num_candidates={comparator_num_candidates} needs a comparator, and comparator=None."
+                    " Give one, or leave it out."
+                )
         pairs = PairSettings(pair_selection, num_pairs_per_item)
         self.pair_selection: PairSelection = pairs.resolved(self.comparator is not None)
         self.num_pairs_per_item = num_pairs_per_item
@@ -125,6 +134,11 @@ class PreferenceModule(CooperativeModule):
         self.comparator_shape = RolloutShape(comparator_num_candidates or num_candidates)
         self.schedule = Schedule(0, learning_epochs)
         self.rounds = RoundProgress()
+
+    def _leave_out(self, names: Sequence[str]) -> None:
+        """Take settings that this algorithm does not have out of its hyperparameters, which load it again."""
+        for name in names:
+            self.hparams.pop(name, None)
 
     @property
     def epochs_per_round(self) -> int:
@@ -152,17 +166,27 @@ class PreferenceModule(CooperativeModule):
                 " num_rounds * module.epochs_per_round."
             )
         if self.current_epoch == 0:
-            self.rounds = RoundProgress()
+            # Counters go on over several fits, as `env_step` does.
+            self.rounds = RoundProgress(task_reward_scores=self.rounds.task_reward_scores)
+            if self.comparator is not None:
+                self.comparator.begin_run()
 
     @override
-    def _train_on(self, batch: TaskBatch, batch_idx: int, is_last: bool) -> None:
+    def _forget_leftovers(self) -> None:
+        super()._forget_leftovers()
+        if self.comparator is not None:
+            self.comparator.pop_counts()
+
+    @override
+    def _train_on(self, batch: TaskBatch, is_last: bool) -> None:
+        self.rollouts = None  # steps on pairs have none
         phase = self.schedule.phase(self.current_epoch)
         if phase.kind == "collect":
             self._collect_pairs(batch, phase, is_last)
         else:
-            self._learn(batch, batch_idx, phase, is_last)
+            self._learn(batch, phase, is_last)
 
-    def _learn(self, batch: TaskBatch, batch_idx: int, phase: Phase, is_last: bool) -> None:
+    def _learn(self, batch: TaskBatch, phase: Phase, is_last: bool) -> None:
         """One training step of an epoch that learns."""
         raise NotImplementedError
 
@@ -178,7 +202,7 @@ class PreferenceModule(CooperativeModule):
         num_scores = round(sum_over_ranks(num_scored))
         self.env_step += num_scores
         rewards = [reward for node in rollouts.nodes for reward in node.rewards]
-        self.rounds = progress.with_step(pairs, rewards, num_scores if by_task else 0)
+        self.rounds = progress.with_step(batch.stop, pairs, rewards, num_scores if by_task else 0)
         self.rollouts = rollouts
         if is_last:
             self.rounds = self.rounds.at_end(self.replay, (self.seed, COMPARE))
@@ -231,7 +255,7 @@ class PreferenceModule(CooperativeModule):
         self,
         learner: StepLearner[PreferencePair, S],
         pairs: Sequence[PreferencePair],
-        batch_idx: int,
+        batch: TaskBatch,
         phase: Phase,
         is_last: bool,
         batch_size: int | None,
@@ -241,7 +265,7 @@ class PreferenceModule(CooperativeModule):
         Args:
             learner: Whose loss.
             pairs: All pairs of the epoch, the same on every rank.
-            batch_idx: Number of the training step in its epoch.
+            batch: The training step's items, whose place in the epoch says which share.
             phase: What the epoch is for.
             is_last: Whether it ends here.
             batch_size: Pairs per optimizer step over all ranks; None: the whole share.
@@ -249,16 +273,19 @@ class PreferenceModule(CooperativeModule):
         started = time.perf_counter()
         kinds = ("collect", "reward", "learn")
         ordered = shuffled(pairs, (self.seed, COMPARE, phase.round, kinds.index(phase.kind), phase.index))
-        mine = share(batch_idx, self.rounds.num_steps, len(pairs), batch_size, is_last)
+        # Not by the number of the batch, which Lightning counts on where a stream goes on at the start of an epoch.
+        mine = share(range(batch.start, batch.stop), self.rounds.num_items, len(pairs), batch_size, is_last)
         for start in range(mine.start, mine.stop, batch_size or max(len(mine), 1)):
-            batch = ordered[start : min(start + (batch_size or len(mine)), mine.stop)]
-            self._optimizer_step(learner, batch[rank() :: world_size()])
+            chosen = ordered[start : min(start + (batch_size or len(mine)), mine.stop)]
+            self._optimizer_step(learner, chosen[rank() :: world_size()])
         if mine:
             self.training_metrics.update("time/update", time.perf_counter() - started)
 
     @override
     def counters(self) -> dict[str, float]:
-        return {**super().counters(), "task_reward_scores": float(self.rounds.task_reward_scores)}
+        # Steps on pairs score nothing: their x-axis is the number of updates.
+        counts = {"task_reward_scores": self.rounds.task_reward_scores, "update_step": self.update_step}
+        return {**super().counters(), **{name: float(count) for name, count in counts.items()}}
 
     @override
     def progress(self) -> RoundProgress:
@@ -269,6 +296,13 @@ class PreferenceModule(CooperativeModule):
         assert isinstance(progress, RoundProgress)
         comparator = {} if self.comparator is None else self.comparator.state_dict()
         return {"rounds": progress.to_state(), "comparator": comparator}
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        # As `env_step`, it goes on where only the weights are taken over.
+        counted = checkpoint[KEY].get("own", {}).get("rounds", {}).get("task_reward_scores", 0)
+        self.rounds = replace(self.rounds, task_reward_scores=counted)
 
     @override
     def restore_progress(self, state: Mapping[str, Any]) -> None:

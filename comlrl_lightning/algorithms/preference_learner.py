@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from comlrl_lightning.agents.team import AgentTeam, TokenScores
-from comlrl_lightning.algorithms.checks import check_flag, check_positive
+from comlrl_lightning.algorithms.checks import check_at_least, check_flag, check_positive
 from comlrl_lightning.algorithms.learners import agent_group
 from comlrl_lightning.algorithms.rows import micro_batches, sequence_lengths
 from comlrl_lightning.functional import joint_preference_loss, masked_sum
@@ -30,6 +30,7 @@ class PreferenceSettings:
 
     def __post_init__(self) -> None:
         check_positive(beta=self.beta)
+        check_at_least(0.0, beta=self.beta)  # None passes the former
         check_flag(reference_free=self.reference_free, length_normalized=self.length_normalized)
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from comlrl_lightning.metrics import LEARNED, MetricTable, agent_key, part_key, turn_key
+from comlrl_lightning.metrics import LEARNED, UNPARSED, MetricTable, agent_key, part_key, turn_key
 from comlrl_lightning.rollouts.buffer import CreditedNode, assign_credit
 from comlrl_lightning.rollouts.collect import RolloutShape
 from comlrl_lightning.rollouts.types import Node, Rollouts
@@ -55,16 +55,16 @@ def record_collection(table: MetricTable, rollouts: Rollouts) -> None:
         for agent, group in enumerate(node.completions):
             table.update(agent_key(agent, "completion_tokens"), _column([len(one.token_ids) for one in group]))
             table.update(agent_key(agent, "truncated_share"), _column([one.truncated for one in group]))
-    if rollouts.num_scored:
-        table.update("unparsed_share", rollouts.num_unparsed / rollouts.num_scored, rollouts.num_scored)
+    record_unparsed(table, rollouts)
     table.update("time/generation", rollouts.generation_seconds)
     table.update("time/reward", rollouts.reward_seconds)
 
 
 def record_unparsed(table: MetricTable, rollouts: Rollouts) -> None:
-    """The share of completions of a model that answers for all in which no answer was found."""
-    if num_scored := rollouts.num_scored:
-        table.update("unparsed_share", rollouts.num_unparsed / num_scored, num_scored)
+    """The share of completions in which no answer was found, where one model answers for all."""
+    num_scored = rollouts.num_scored
+    if num_scored and any(node.sections is not None for node in rollouts.nodes):
+        table.update(UNPARSED, rollouts.num_unparsed / num_scored, num_scored)
 
 
 def record_final_rewards(table: MetricTable, rollouts: Rollouts) -> None:

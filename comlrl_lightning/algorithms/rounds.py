@@ -51,12 +51,12 @@ class Schedule:
         return Phase(number, "learn", place - 1 - self.reward_epochs)
 
 
-def share(step: int, num_steps: int, num_pairs: int, batch_size: int | None, is_last: bool) -> range:
-    """Which pairs a training step learns from: equal shares, cut so that mini-batches stay whole.
+def share(items: range, num_items: int, num_pairs: int, batch_size: int | None, is_last: bool) -> range:
+    """Which pairs a training step learns from: as many as it has items, cut so that mini-batches stay whole.
 
     Args:
-        step: Number of the step in its epoch, from 0.
-        num_steps: Steps of such an epoch.
+        items: Positions of the step's items in the epoch, over all ranks.
+        num_items: Items of such an epoch.
         num_pairs: Pairs of the epoch.
         batch_size: Pairs per mini-batch; None: a share is one mini-batch.
         is_last: Whether the epoch ends with this step, which then takes what is left.
@@ -65,11 +65,11 @@ def share(step: int, num_steps: int, num_pairs: int, batch_size: int | None, is_
         Positions of the pairs in the order of the epoch.
     """
 
-    def reached(steps: int) -> int:
-        available = num_pairs * min(steps, num_steps) // max(num_steps, 1)
+    def reached(position: int) -> int:
+        available = num_pairs * min(position, num_items) // max(num_items, 1)
         return available - available % (batch_size or 1)
 
-    return range(reached(step), num_pairs if is_last else reached(step + 1))
+    return range(reached(items.start), num_pairs if is_last else reached(items.stop))
 
 
 def shuffled(pairs: Sequence[PreferencePair], key: Sequence[int]) -> list[PreferencePair]:
@@ -84,8 +84,8 @@ class RoundProgress:
 
     number: int = -1
     """The running round; -1 before the first."""
-    num_steps: int = 0
-    """Training steps of its collection so far."""
+    num_items: int = 0
+    """Task items of its collection so far, over all ranks."""
     collected: tuple[PreferencePair, ...] = ()
     """Pairs of its collection so far, of this rank."""
     reward_sum: float = 0.0
@@ -109,19 +109,22 @@ class RoundProgress:
         """The same in the collection of a round, which begins unless it runs already."""
         if number == self.number:
             return self
-        return replace(self, number=number, num_steps=0, collected=(), reward_sum=0.0, num_rewards=0, pairs=())
+        return replace(self, number=number, num_items=0, collected=(), reward_sum=0.0, num_rewards=0, pairs=())
 
-    def with_step(self, pairs: Sequence[PreferencePair], rewards: Sequence[float], num_scores: int) -> RoundProgress:
+    def with_step(
+        self, num_items: int, pairs: Sequence[PreferencePair], rewards: Sequence[float], num_scores: int
+    ) -> RoundProgress:
         """The same after another step of the collection.
 
         Args:
+            num_items: Task items of the collection so far, over all ranks.
             pairs: Its pairs, of this rank.
             rewards: Rewards of its candidates, of this rank.
             num_scores: Joint completions that the task's reward has scored in it, over all ranks.
         """
         return replace(
             self,
-            num_steps=self.num_steps + 1,
+            num_items=num_items,
             collected=(*self.collected, *pairs),
             reward_sum=self.reward_sum + sum(rewards),
             num_rewards=self.num_rewards + len(rewards),
@@ -151,7 +154,7 @@ class RoundProgress:
         }
         return {
             "number": self.number,
-            "num_steps": self.num_steps,
+            "num_items": self.num_items,
             "task_reward_scores": self.task_reward_scores,
             "is_fitted": self.is_fitted,
             "offset": self.offset,
@@ -163,23 +166,17 @@ class RoundProgress:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RoundProgress:
-        """Inverse of `to_state`; another number of ranks shares what was collected anew."""
+        """Inverse of `to_state`; with another number of ranks, the first takes all that was collected."""
         values = {name: value for name, value in state.items() if name not in ("ranks", "kept", "pairs")}
         ranks = state["ranks"]
-        if len(ranks) == world_size():
-            own = ranks[rank()]
-        else:
-            is_first = rank() == 0
-            own = {
-                "collected": [pair for one in ranks for pair in one["collected"]][rank() :: world_size()],
-                "reward_sum": sum(one["reward_sum"] for one in ranks) if is_first else 0.0,
-                "num_rewards": sum(one["num_rewards"] for one in ranks) if is_first else 0,
-            }
+        # Dealt out anew, the pairs of one item would come back in another order.
+        everything = ranks if rank() == 0 else []
+        owns = [ranks[rank()]] if len(ranks) == world_size() else everything
         return cls(
             **values,
-            reward_sum=own["reward_sum"],
-            num_rewards=own["num_rewards"],
-            collected=tuple(map(PreferencePair.from_state, own["collected"])),
+            reward_sum=sum((own["reward_sum"] for own in owns), 0.0),
+            num_rewards=sum(own["num_rewards"] for own in owns),
+            collected=tuple(PreferencePair.from_state(pair) for own in owns for pair in own["collected"]),
             kept=tuple(map(Round.from_state, state["kept"])),
             pairs=tuple(map(PreferencePair.from_state, state["pairs"])),
         )

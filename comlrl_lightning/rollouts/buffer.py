@@ -78,7 +78,7 @@ def assign_credit(rollouts: Rollouts, discount: float) -> list[CreditedNode]:
     rewards = [torch.tensor(node.rewards, dtype=torch.float64) for node in nodes]
     weights = node_weights(parents, [len(node.rewards) for node in nodes]).tolist()
     shared = tree_returns(rewards, parents, discount)
-    own = _own_returns(nodes, discount) or [shared] * len(nodes[0].prompts)
+    own = _own_returns(nodes, discount) or [shared] * len(nodes[0].completions)
     credited = []
     for position, node in enumerate(nodes):
         joint, num_generations = torch.tensor(node.joint), len(node.completions[0])

@@ -14,6 +14,7 @@ import torch
 
 from comlrl_lightning.agents.generation import GenerationRequest
 from comlrl_lightning.agents.settings import Sampling
+from comlrl_lightning.collaboration import JointFormat, merged_prompt, split_or_empty
 from comlrl_lightning.interface import Formatters, RewardFunction, Transition
 from comlrl_lightning.rollouts.types import Completion, Node, Prompt, Rollouts, joint_indices, texts
 
@@ -41,6 +42,8 @@ class TaskInterface:
     reward: RewardFunction
     transition: Transition | None = None
     external_prompt_passthrough: bool = False
+    joint_format: JointFormat | None = None
+    """How one model is asked to answer for all agents; None: each agent answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class RolloutShape:
         return threshold is None or sum(rewards) / len(rewards) <= threshold
 
     def num_nodes(self, num_agents: int) -> int:
-        """Largest number of nodes that one task item can grow to."""
+        """Largest number of nodes that one task item can grow to, if so many agents are sampled."""
         if self.trajectories:
             return self.num_generations * self.num_turns
         branches = self.num_generations ** (num_agents if self.joint_mode == "cross" else 1)
@@ -116,7 +119,7 @@ class Collector:
     """Rolls a team out on task items.
 
     Args:
-        team: Samples the completions.
+        team: Samples the completions; one agent if the interface has a `joint_format`.
         interface: The user's functions.
         shape: Width and depth of the rollouts.
         sampling: How completions are sampled.
@@ -140,6 +143,9 @@ class Collector:
         self.key = key
         self.progress = progress
         self.joint = joint_indices(team.num_agents, shape.num_generations, shape.joint_mode)
+        self.num_roles = interface.formatters.num_agents
+        """N, agents of the task, whoever writes their answers."""
+        assert team.num_agents == (self.num_roles if interface.joint_format is None else 1), "the team does not fit"
 
     def collect(self, items: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> Rollouts:
         """Roll out all items together.
@@ -151,7 +157,7 @@ class Collector:
         Returns:
             The scored nodes, breadth first.
         """
-        self._items, self._indices = items, indices
+        self._items, self._indices, self._num_unparsed = items, indices, 0
         nodes: list[Node] = []
         generation_seconds = reward_seconds = 0.0
         branches = [self._root(task) for task in range(len(items))]
@@ -176,12 +182,12 @@ class Collector:
                     if self.shape.continues(node.rewards)
                     for child in self._children(branch, node, position)
                 ]
-        return Rollouts(tuple(items), tuple(indices), tuple(nodes), generation_seconds, reward_seconds)
+        seconds = generation_seconds, reward_seconds
+        return Rollouts(tuple(items), tuple(indices), tuple(nodes), *seconds, self._num_unparsed)
 
     def _root(self, task: int) -> _Branch:
-        agents = range(self.team.num_agents)
         with user_code():
-            prompts = tuple(self._format(task, agent, None, turn=1) for agent in agents)
+            prompts = tuple(self._format(task, agent, None, turn=1) for agent in range(self.num_roles))
         empty: tuple[tuple[Any, ...], ...] = ((),) * len(prompts)
         return _Branch(task, (), None, prompts, empty, empty)
 
@@ -192,11 +198,11 @@ class Collector:
         requests = [
             GenerationRequest(
                 agent,
-                branch.prompts[agent],
+                prompt,
                 tuple((*self.key, self._indices[branch.task], *branch.path, agent, sample) for sample in samples),
             )
             for branch in branches
-            for agent in range(num_agents)
+            for agent, prompt in enumerate(self._asked(branch))
         ]
         progress = self.progress
         groups = self.team.generate(
@@ -204,8 +210,32 @@ class Collector:
         )
         return [tuple(groups[start : start + num_agents]) for start in range(0, len(groups), num_agents)]
 
+    def _asked(self, branch: _Branch) -> tuple[Prompt, ...]:
+        """The prompts that the team reads: one per agent, or one for all answers."""
+        if self.interface.joint_format is None:
+            return branch.prompts
+        with user_code():
+            return (merged_prompt(self.interface.joint_format, branch.prompts),)
+
+    def _unscored(
+        self,
+        branch: _Branch,
+        turn: int,
+        completions: tuple[tuple[Completion, ...], ...],
+        joint: tuple[tuple[int, ...], ...],
+    ) -> Node:
+        """A node without rewards, with the agents' answers if one model wrote all of them."""
+        node = Node(branch.task, turn, branch.path, branch.parent, branch.prompts, completions, joint, rewards=())
+        joint_format = self.interface.joint_format
+        if joint_format is None:
+            return node
+        with user_code():
+            split = [split_or_empty(joint_format, one.text, self.num_roles) for one in completions[0]]
+        self._num_unparsed += sum(not found for _, found in split)
+        return replace(node, sections=tuple(answers for answers, _ in split))
+
     def _score(self, branch: _Branch, turn: int, completions: tuple[tuple[Completion, ...], ...]) -> Node:
-        node = Node(branch.task, turn, branch.path, branch.parent, branch.prompts, completions, self.joint, rewards=())
+        node = self._unscored(branch, turn, completions, self.joint)
         rewards, of_agents = self._rewards(branch.task, turn, texts(node), branch.prompts)
         return replace(node, rewards=rewards, agent_rewards=of_agents)
 
@@ -222,11 +252,8 @@ class Collector:
         nodes: list[Node] = []
         # Branches of a task stand together: they were made task by task, and none moves.
         for task, group in groupby(singles, key=lambda single: single[0].task):
-            unscored = [
-                Node(task, turn, branch.path, branch.parent, branch.prompts, completions, joint, rewards=())
-                for branch, completions in group
-            ]
-            per_agent = [[node.completions[agent][0].text for node in unscored] for agent in range(len(joint[0]))]
+            unscored = [self._unscored(branch, turn, completions, joint) for branch, completions in group]
+            per_agent = list(zip(*(node.answers(0) for node in unscored), strict=True))
             prompts = unscored[0].prompts if turn == 1 else None
             rewards, of_agents = self._rewards(task, turn, per_agent, prompts)
             for place, node in enumerate(unscored):
@@ -237,24 +264,25 @@ class Collector:
     def _rewards(
         self, task: int, turn: int, completions: Sequence[Sequence[str]], prompts: tuple[Prompt, ...] | None
     ) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...] | None]:
-        """`[J]` rewards and, if each agent has its own, `[J][N]` those."""
+        """`[J]` rewards and, if each agent has its own, `[J][N]` those. One model for all gets their mean."""
         reward, item, index = self.interface.reward, self._items[task], self._indices[task]
         with user_code():
             if not reward.per_agent:
                 return tuple(reward(completions, item=item, prompts=prompts, turn=turn, item_index=index)), None
             rows = reward.of_agents(completions, item=item, prompts=prompts, turn=turn, item_index=index)
-        return tuple(fmean(row) for row in rows), tuple(map(tuple, rows))
+        own = tuple(map(tuple, rows)) if self.interface.joint_format is None else None
+        return tuple(fmean(row) for row in rows), own
 
     def _children(self, branch: _Branch, node: Node, position: int) -> Iterator[_Branch]:
         for index in range(len(node.joint)):
-            joint = node.joint_completion(index)
+            answers = node.answers(index)
             prompt_history = _extend(branch.prompt_history, branch.prompts)
-            response_history = _extend(branch.response_history, tuple(completion.text for completion in joint))
+            response_history = _extend(branch.response_history, answers)
             yield _Branch(
                 branch.task,
                 branch.path if self.shape.trajectories else (*branch.path, index),
                 (position, index),
-                self._next_prompts(node, joint, prompt_history, response_history),
+                self._next_prompts(node, answers, prompt_history, response_history),
                 prompt_history,
                 response_history,
             )
@@ -262,7 +290,7 @@ class Collector:
     def _next_prompts(
         self,
         node: Node,
-        joint: tuple[Completion, ...],
+        answers: list[str],
         prompt_history: tuple[tuple[Prompt, ...], ...],
         response_history: tuple[tuple[str, ...], ...],
     ) -> tuple[Prompt, ...]:
@@ -271,7 +299,7 @@ class Collector:
         with user_code():
             external = transition(
                 item=item,
-                agent_completions=[completion.text for completion in joint],
+                agent_completions=answers,
                 prompt_history_per_agent=[list(history) for history in prompt_history],
                 response_history_per_agent=[list(history) for history in response_history],
                 turn=node.turn,

@@ -10,6 +10,10 @@ three of them in this order; their J=2 rewards each make 6 scored joint completi
 
 As independent trajectories the same task gives two nodes of one joint completion per turn: ``path == (0,)`` and
 ``(1,)`` at turn 1, ``(0, 0)`` and ``(1, 0)`` at turn 2. The last index of a path is then the sample itself.
+
+Where one model writes the answers of all agents ("centralized" collaboration), it is the only one with completions,
+``((x, y),)`` with ``joint == ((0,), (1,))``, and `Node.sections` holds what each of them says for each agent. A node's
+`prompts` stay those of the agents; the one that the model read is the `prompt` of its completions.
 """
 
 from __future__ import annotations
@@ -59,17 +63,25 @@ class Node:
     prompts: tuple[Prompt, ...]
     """`[N]` prompts as the formatters returned them."""
     completions: tuple[tuple[Completion, ...], ...]
-    """`[N][K]` completions."""
+    """`[N][K]` completions; `[1][K]` of a model that answers for all."""
     joint: tuple[tuple[int, ...], ...]
-    """`[J][N]` index of each agent's completion in each joint completion."""
+    """`[J][N]` index of each agent's completion in each joint completion; `[J][1]` of a model that answers for all."""
     rewards: tuple[float, ...]
     """`[J]` processed rewards; the mean over the agents where each has its own."""
     agent_rewards: tuple[tuple[float, ...], ...] | None = None
-    """`[J][N]` processed rewards of each agent; None when they share one."""
+    """`[J][N]` processed rewards of each agent; None when they share one, as a model that answers for all does."""
+    sections: tuple[tuple[str, ...], ...] | None = None
+    """`[K][N]` the agents' answers in each completion of a model that answers for all; None if each agent answers."""
 
     def joint_completion(self, index: int) -> tuple[Completion, ...]:
-        """`[N]` the completions that form joint completion `index`."""
+        """`[N]` the completions that form joint completion `index`: who was sampled, `[1]` if one answers for all."""
         return tuple(group[k] for group, k in zip(self.completions, self.joint[index], strict=True))
+
+    def answers(self, index: int) -> list[str]:
+        """`[N]` the agents' texts in joint completion `index`, whoever wrote them."""
+        if self.sections is not None:
+            return list(self.sections[self.joint[index][0]])
+        return [completion.text for completion in self.joint_completion(index)]
 
     def to_state(self) -> dict[str, Any]:
         """Plain values for a checkpoint that loads with ``weights_only=True``."""
@@ -96,6 +108,8 @@ class Rollouts:
     """Wall time of sampling."""
     reward_seconds: float = 0.0
     """Wall time of the user's reward function."""
+    num_unparsed: int = 0
+    """Completions of a model that answers for all in which no agent's answer was found."""
 
     @property
     def num_scored(self) -> int:
@@ -112,6 +126,7 @@ class RolloutSource(Protocol):
     rollouts: Rollouts | None
     """What the last training step collected on this rank."""
     num_agents: int
+    """N, agents of the task, whoever writes their answers."""
     num_turns: int
 
     def evaluation_rollouts(self) -> Rollouts:
@@ -160,6 +175,7 @@ def merge_rollouts(parts: Iterable[Rollouts]) -> Rollouts:
         tuple(nodes),
         sum(part.generation_seconds for part in parts),
         sum(part.reward_seconds for part in parts),
+        sum(part.num_unparsed for part in parts),
     )
 
 
@@ -171,5 +187,5 @@ def joint_indices(num_agents: int, num_generations: int, joint_mode: str) -> tup
 
 
 def texts(node: Node) -> list[list[str]]:
-    """`[N][J]` completion texts of a node, as a reward function takes them."""
-    return [[group[choice[agent]].text for choice in node.joint] for agent, group in enumerate(node.completions)]
+    """`[N][J]` texts of a node's agents, as a reward function takes them."""
+    return [list(of_agent) for of_agent in zip(*map(node.answers, range(len(node.joint))), strict=True)]

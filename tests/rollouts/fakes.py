@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from comlrl_lightning.agents.generation import GenerationRequest
 from comlrl_lightning.agents.settings import Sampling
+from comlrl_lightning.collaboration import JointFormat, TaggedSections
 from comlrl_lightning.interface import Formatters, RewardFunction, Transition
 from comlrl_lightning.rollouts.collect import Collector, RolloutShape, TaskInterface
 from comlrl_lightning.rollouts.types import Completion, Prompt
@@ -40,6 +42,32 @@ def _answer(request: GenerationRequest, key: tuple[int, ...]) -> Completion:
     *path, _agent, sample = key[len(KEY) + 1 :]
     text = "abc"[request.agent] + "".join(str(choice + 1) for choice in (*path, sample))
     return Completion(request.agent, request.prompt, (1, 2), (3,), (-1.0,), text, truncated=False)
+
+
+class CentralTeam(FakeTeam):
+    """One model that writes in sections, last agent first, what a `FakeTeam` of so many agents answers.
+
+    Args:
+        num_roles: N.
+        silent: Texts of agent 0; where it would have one of them, the completion has no section.
+    """
+
+    def __init__(self, num_roles: int, silent: Sequence[str] = ()) -> None:
+        super().__init__(1)
+        self.num_roles = num_roles
+        self.silent = silent
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, progress: Callable[[int], None] | None = None
+    ) -> list[tuple[Completion, ...]]:
+        groups = super().generate(requests, sampling, progress)
+        return [tuple(replace(one, text=self._sections(one.text)) for one in group) for group in groups]
+
+    def _sections(self, first: str) -> str:
+        if first in self.silent:
+            return f"only {first}"
+        said = ["abc"[agent] + first[1:] for agent in range(self.num_roles)]
+        return "".join(f"<agent_{agent}> {text} </agent_{agent}>" for agent, text in reversed([*enumerate(said)]))
 
 
 class Recorder:
@@ -89,14 +117,21 @@ def make_collector(
     processor: Callable[[float], float] | None = None,
     progress: Callable[[int, int], None] | None = None,
     per_agent: bool = False,
+    joint_format: JointFormat | None = None,
     **shape: Any,
 ) -> Collector:
-    """A collector for a fake team; what is not said is K=2, one turn, aligned, reward 0, a silent world."""
+    """A collector for a fake team; what is not said is K=2, one turn, aligned, reward 0, a silent world.
+
+    A `CentralTeam` is asked in tagged sections.
+    """
     num_agents = team.num_agents
+    if isinstance(team, CentralTeam):
+        num_agents, joint_format = team.num_roles, joint_format or TaggedSections()
     interface = TaskInterface(
         Formatters(formatters, num_agents),
         RewardFunction(reward or Recorder(), num_agents, processor, per_agent=per_agent),
         Transition(transition or World(), num_agents),
         passthrough,
+        joint_format,
     )
     return Collector(team, interface, RolloutShape(**{"num_generations": 2, **shape}), SAMPLING, KEY, progress)
