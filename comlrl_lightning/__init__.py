@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from comlrl_lightning.agents.critic_settings import AdapterCritic as AdapterCritic
     from comlrl_lightning.agents.critic_settings import ModelCritic as ModelCritic
     from comlrl_lightning.agents.critic_settings import ValueHead as ValueHead
+    from comlrl_lightning.agents.reward_settings import JointRewardModel as JointRewardModel
     from comlrl_lightning.agents.settings import LoraSettings as LoraSettings
     from comlrl_lightning.agents.settings import Sampling as Sampling
     from comlrl_lightning.agents.settings import Separate as Separate
@@ -18,26 +19,47 @@ if TYPE_CHECKING:
     from comlrl_lightning.algorithms.actor_critic import IAC as IAC
     from comlrl_lightning.algorithms.actor_critic import MAAC as MAAC
     from comlrl_lightning.algorithms.cooperative import CooperativeModule as CooperativeModule
+    from comlrl_lightning.algorithms.madpo import MADPO as MADPO
+    from comlrl_lightning.algorithms.marlhf import MARLHF as MARLHF
+    from comlrl_lightning.algorithms.methods import ActorCritic as ActorCritic
+    from comlrl_lightning.algorithms.methods import CriticFree as CriticFree
     from comlrl_lightning.algorithms.reinforce import MAGRPO as MAGRPO
     from comlrl_lightning.algorithms.reinforce import MAREINFORCE as MAREINFORCE
     from comlrl_lightning.algorithms.reinforce import MARLOO as MARLOO
     from comlrl_lightning.algorithms.reinforce import MAReMax as MAReMax
+    from comlrl_lightning.collaboration import TaggedSections as TaggedSections
     from comlrl_lightning.data import TaskDataModule as TaskDataModule
     from comlrl_lightning.evaluation import evaluate as evaluate
     from comlrl_lightning.loggers import wandb_logger as wandb_logger
+    from comlrl_lightning.preferences.comparators import APIComparator as APIComparator
+    from comlrl_lightning.preferences.comparators import CurrentPolicy as CurrentPolicy
+    from comlrl_lightning.preferences.comparators import FixedModel as FixedModel
+    from comlrl_lightning.preferences.comparators import FrozenCopy as FrozenCopy
+    from comlrl_lightning.preferences.comparators import HistoryPolicy as HistoryPolicy
+    from comlrl_lightning.preferences.replay import AllHistory as AllHistory
+    from comlrl_lightning.preferences.replay import CurrentRound as CurrentRound
+    from comlrl_lightning.preferences.replay import LambdaDecay as LambdaDecay
+    from comlrl_lightning.preferences.replay import NearestK as NearestK
     from comlrl_lightning.rewards import RewardModel as RewardModel
     from comlrl_lightning.rewards import RewardProcessors as RewardProcessors
     from comlrl_lightning.rewards import WeightedRewards as WeightedRewards
 
 _HOMES = {
     "agents.critic_settings": ("AdapterCritic", "ModelCritic", "ValueHead"),
+    "agents.reward_settings": ("JointRewardModel",),
     "agents.settings": ("LoraSettings", "Sampling", "Separate", "SharedBase"),
     "algorithms.actor_critic": ("IAC", "MAAC"),
     "algorithms.cooperative": ("CooperativeModule",),
+    "algorithms.madpo": ("MADPO",),
+    "algorithms.marlhf": ("MARLHF",),
+    "algorithms.methods": ("ActorCritic", "CriticFree"),
     "algorithms.reinforce": ("MAGRPO", "MAREINFORCE", "MARLOO", "MAReMax"),
+    "collaboration": ("TaggedSections",),
     "data": ("TaskDataModule",),
     "evaluation": ("evaluate",),
     "loggers": ("wandb_logger",),
+    "preferences.comparators": ("APIComparator", "CurrentPolicy", "FixedModel", "FrozenCopy", "HistoryPolicy"),
+    "preferences.replay": ("AllHistory", "CurrentRound", "LambdaDecay", "NearestK"),
     "rewards": ("RewardModel", "RewardProcessors", "WeightedRewards"),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -44,6 +44,8 @@ and share of the pairs that come out right, both before the step. ``reward_model
 the pairs of items that are kept out of the fit, after each epoch."""
 LEARNED = "learned/"
 """Before the reward metrics of rollouts that a reward model has scored."""
+UNPARSED = "unparsed_share"
+"""Where one model answers for all agents: share of its completions in which no answer was found."""
 TIME_METRICS = ("generation", "reward", "update")
 """Under ``time/``: seconds per training step."""
 
@@ -102,7 +104,6 @@ def training_keys(
         *(group_key(critic, "grad_norm") for critic in critics),
         *(f"time/{name}" for name in TIME_METRICS),
         "nonfinite_updates",
-        "unparsed_share",
     ]
 
 

@@ -95,6 +95,7 @@ def imports(path: Path) -> set[str]:
         ("tasks", ("torch", "lightning", "transformers", "peft")),
         ("rollouts", ("comlrl_lightning.algorithms", "comlrl_lightning.callbacks")),
         ("agents", ("comlrl_lightning.algorithms", "comlrl_lightning.callbacks")),
+        ("preferences", ("comlrl_lightning.algorithms", "comlrl_lightning.callbacks", "lightning")),
         ("algorithms", ("comlrl_lightning.callbacks", "comlrl_lightning.cli")),
         ("callbacks", ("comlrl_lightning.algorithms",)),
     ],
