@@ -120,7 +120,8 @@ class Adapters:
         self.network = network
         self.names = tuple(names)
         self.extra_names: tuple[str, ...] = ()
-        """Adapters that are trained but speak for no agent: they have no reference."""
+        """Adapters that speak for no agent: they have no reference."""
+        self._frozen: tuple[str, ...] = ()
         self.groupable = True
         self._switches: list[BaseTunerLayer | AuxiliaryTrainingWrapper] = []
         self._bridged: set[nn.Module] = set()
@@ -129,9 +130,10 @@ class Adapters:
         self._take_layers()
         self.freeze_all_but_trained()
 
-    def include(self, name: str) -> None:
-        """Take in an adapter that the network has got from elsewhere."""
+    def include(self, name: str, *, trained: bool = True) -> None:
+        """Take in an adapter that the network has got from elsewhere, to be trained or not."""
         self.extra_names += (name,)
+        self._frozen += () if trained else (name,)
         self._take_layers()
         self.freeze_all_but_trained()
 
@@ -177,7 +179,7 @@ class Adapters:
 
     def freeze_all_but_trained(self) -> None:
         """Leave exactly the trained adapters with `requires_grad`, whatever PEFT made of it."""
-        trained = {*self.names, *self.extra_names}
+        trained = {*self.names, *self.extra_names} - {*self._frozen}
         for name, parameter in self.network.named_parameters():
             parameter.requires_grad_(not trained.isdisjoint(name.split(".")))
 

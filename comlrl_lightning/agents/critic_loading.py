@@ -27,7 +27,12 @@ from comlrl_lightning.agents.team import AgentTeam
 
 
 def load_bodies(
-    settings: CriticSettings, team: AgentTeam, centralized: bool, *, with_completions: bool
+    settings: CriticSettings,
+    team: AgentTeam,
+    centralized: bool,
+    with_completions: bool,
+    name: str = "critic",
+    freeze: bool = False,
 ) -> list[CriticBody]:
     """What lies below the heads of the critics: one per agent, or a single one.
 
@@ -36,17 +41,24 @@ def load_bodies(
         team: The agents.
         centralized: One critic that reads all agents.
         with_completions: Whether the critics read completions too.
+        name: Of a single critic; of several with ``_0``, ... behind it.
+        freeze: Train nothing below the heads.
 
     Raises:
         ValueError: The settings do not fit the team.
     """
     check_critic(settings, team.num_agents, centralized)
-    names = ["critic"] if centralized else [f"critic_{agent}" for agent in range(team.num_agents)]
+    names = [name] if centralized else [f"{name}_{agent}" for agent in range(team.num_agents)]
     if isinstance(settings, ValueHead):
+        assert not freeze, "what is below these heads is the agents' own"
         return _agents_themselves(settings, team, names, with_completions)
     if isinstance(settings, AdapterCritic):
-        return _adapters_of_team(settings, team, names, centralized, with_completions)
-    return _models(settings, names, centralized, with_completions)
+        bodies = _adapters_of_team(settings, team, names, centralized, with_completions, freeze)
+    else:
+        bodies = _models(settings, names, centralized, with_completions, freeze)
+    if centralized and with_completions:
+        bodies[0].reader.check_room(team.num_agents)
+    return bodies
 
 
 def _agents_themselves(
@@ -57,12 +69,18 @@ def _agents_themselves(
         model = team.speaker(agent)
         adapter = None if model.adapters is None else adapter_name(agent)
         folder = None if settings.heads is None else settings.heads[agent]
-        bodies.append(CriticBody(name, model, _reader(model, "tokens", with_completions), adapter, True, folder))
+        reader = _reader(name, model, "tokens", with_completions)
+        bodies.append(CriticBody(name, model, reader, adapter, True, folder))
     return bodies
 
 
 def _adapters_of_team(
-    settings: AdapterCritic, team: AgentTeam, names: Sequence[str], centralized: bool, with_completions: bool
+    settings: AdapterCritic,
+    team: AgentTeam,
+    names: Sequence[str],
+    centralized: bool,
+    with_completions: bool,
+    freeze: bool,
 ) -> list[CriticBody]:
     reading: Reading = "joint" if centralized else "tokens"
     bodies = []
@@ -79,32 +97,35 @@ def _adapters_of_team(
                 model.adapters.network.add_adapter(name, lora_config(settings.lora))
             else:
                 model.adapters.network.load_adapter(str(folder), name, is_trainable=True)
-        model.include_adapter(name)
-        reader = _reader(model, reading, with_completions, settings.max_tokens)
+        model.include_adapter(name, trained=not freeze)
+        reader = _reader(name, model, reading, with_completions, settings.max_tokens)
         bodies.append(CriticBody(name, model, reader, name, False, folder))
     return bodies
 
 
-def _models(settings: ModelCritic, names: Sequence[str], centralized: bool, with_completions: bool) -> list[CriticBody]:
+def _models(
+    settings: ModelCritic, names: Sequence[str], centralized: bool, with_completions: bool, freeze: bool
+) -> list[CriticBody]:
     reading: Reading = "joint" if centralized else "text"
     if settings.models is not None:
         tokenizers = settings.tokenizers or [None] * len(names)
         loaded = [
-            _load(settings, *entry) for entry in zip(settings.models, tokenizers, [[n] for n in names], strict=True)
+            _load(settings, *entry, freeze)
+            for entry in zip(settings.models, tokenizers, [[name] for name in names], strict=True)
         ]
         folders = [_head_folder(model) for model in settings.models]
     elif settings.lora is not None and adapter_config(settings.model) is None:
         # One frozen model under the adapters of all critics.
-        loaded = [_load(settings, settings.model, settings.tokenizer, names)] * len(names)
+        loaded = [_load(settings, settings.model, settings.tokenizer, names, freeze)] * len(names)
         folders = [_head_folder(settings.model)] * len(names)
     else:
-        loaded = [_load(settings, settings.model, settings.tokenizer, [name]) for name in names]
+        loaded = [_load(settings, settings.model, settings.tokenizer, [name], freeze) for name in names]
         folders = [_head_folder(settings.model)] * len(names)
     return [
         CriticBody(
             name,
             model,
-            _reader(model, reading, with_completions, settings.max_tokens),
+            _reader(name, model, reading, with_completions, settings.max_tokens),
             None if model.adapters is None else name,
             False,
             folder,
@@ -113,7 +134,7 @@ def _models(settings: ModelCritic, names: Sequence[str], centralized: bool, with
     ]
 
 
-def _load(settings: ModelCritic, model: Any, tokenizer: Any, names: Sequence[str]) -> LanguageModel:
+def _load(settings: ModelCritic, model: Any, tokenizer: Any, names: Sequence[str], freeze: bool) -> LanguageModel:
     """The model of a critic, or of several that have an adapter each on it."""
     source = model
     if (config := adapter_config(model)) is not None:
@@ -121,13 +142,16 @@ def _load(settings: ModelCritic, model: Any, tokenizer: Any, names: Sequence[str
         base = load_base(settings, base_name, settings.dtype or "auto")
         network = load_adapters(base, {name: str(model) for name in names})
     else:
-        base = load_base(settings, model, settings.dtype or ("float32" if settings.lora is None else "auto"))
+        trains_all = settings.lora is None and not freeze
+        base = load_base(settings, model, settings.dtype or ("float32" if trains_all else "auto"))
         network = base.requires_grad_(True) if settings.lora is None else new_adapters(base, settings.lora, [*names])
     own_tokenizer = load_tokenizer(source if tokenizer is None else tokenizer)
     loaded = LanguageModel(network, own_tokenizer, [], PromptEncoder(own_tokenizer), names=names)
     check_tokenizer(loaded, "the critic")
     if loaded.adapters is None:
         _freeze_head(loaded)
+    if freeze:
+        loaded.requires_grad_(False)
     if settings.gradient_checkpointing:
         loaded.checkpoint_activations()
     return loaded
@@ -145,7 +169,7 @@ def _head_folder(model: Any) -> str | None:
 
 
 def _reader(
-    model: LanguageModel, reading: Reading, with_completions: bool, max_tokens: int | None = None
+    name: str, model: LanguageModel, reading: Reading, with_completions: bool, max_tokens: int | None = None
 ) -> CriticReader:
     limits = [limit for limit in (max_tokens, model.max_positions) if limit is not None]
-    return CriticReader(model.tokenizer, reading, with_completions, min(limits, default=None))
+    return CriticReader(model.tokenizer, reading, with_completions, min(limits, default=None), name)

@@ -38,7 +38,7 @@ class AdapterCritic:
     adapters: list[str] | None = None
     """Folders of saved critics to go on from: one per agent, or a single one for a central critic."""
     max_tokens: int | None = None
-    """Longest text that it reads, cut from the left; the model's own limit holds in any case."""
+    """Longest text that it reads, cut from the left, prompts before answers; the model's own limit always holds."""
 
     def __post_init__(self) -> None:
         _check_hidden_size(self)
@@ -73,7 +73,7 @@ class ModelCritic:
     model_kwargs: dict[str, Any] | None = None
     """More arguments for `from_pretrained` of the models."""
     max_tokens: int | None = None
-    """Longest text that it reads, cut from the left; the model's own limit holds in any case."""
+    """Longest text that it reads, cut from the left, prompts before answers; the model's own limit always holds."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, more time."""
 

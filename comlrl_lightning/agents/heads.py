@@ -123,6 +123,8 @@ class CriticTeam(nn.Module):
         centralized: bool,
         critic_type: CriticType = "v",
         num_outputs: int = 1,
+        name: str = "critic",
+        freeze_backbone: bool = False,
     ) -> CriticTeam:
         """Load or make the critics that the settings describe; call it once per team.
 
@@ -132,13 +134,16 @@ class CriticTeam(nn.Module):
             centralized: One critic that reads all agents instead of one per agent that reads its own.
             critic_type: "v" reads prompts, "q" prompts and completions.
             num_outputs: Values per joint completion of a central critic.
+            name: Of a central critic, its adapter, parameter group and folder; of several with ``_0``, ... behind it.
+            freeze_backbone: Train the heads alone.
 
         Raises:
             ValueError: The settings do not fit the team.
         """
         from comlrl_lightning.agents.critic_loading import load_bodies
 
-        bodies = load_bodies(settings, team, centralized, with_completions=critic_type == "q")
+        with_completions = critic_type == "q"
+        bodies = load_bodies(settings, team, centralized, with_completions, name, freeze_backbone)
         of_team = [team.speaker(agent) for agent in range(team.num_agents)]
         own_models = [body.model for body in bodies if body.model not in of_team]
         return cls(

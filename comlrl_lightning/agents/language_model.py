@@ -271,10 +271,10 @@ class LanguageModel(nn.Module):
     def _watching_rows(self, rows: int) -> AbstractContextManager[None]:
         return nullcontext() if self.adapters is None else self.adapters.watching(rows)
 
-    def include_adapter(self, name: str) -> None:
-        """Take in a trained adapter of no agent that the PEFT model has got after this object was made."""
+    def include_adapter(self, name: str, *, trained: bool = True) -> None:
+        """Take in an adapter of no agent, trained or frozen, that the PEFT model has got after this object was made."""
         assert self.adapters is not None
-        self.adapters.include(name)
+        self.adapters.include(name, trained=trained)
         self._keep_adapters_in_float32()
         self._check_head()
 

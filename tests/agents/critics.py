@@ -47,10 +47,18 @@ def critics_of(
     critic_type: CriticType = "v",
     num_outputs: int = 1,
     noise: float = 0.3,
+    name: str = "critic",
+    freeze_backbone: bool = False,
 ) -> CriticTeam:
     """Critics that have moved away from their start."""
     critics = CriticTeam.build(
-        settings, team, centralized=centralized, critic_type=critic_type, num_outputs=num_outputs
+        settings,
+        team,
+        centralized=centralized,
+        critic_type=critic_type,
+        num_outputs=num_outputs,
+        name=name,
+        freeze_backbone=freeze_backbone,
     )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

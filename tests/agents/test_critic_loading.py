@@ -79,6 +79,31 @@ def test_adapters(base: str, tmp_path: Path, centralized: bool) -> None:
     assert Path(names[0], "adapter_model.safetensors").stat().st_size < 60_000
 
 
+@pytest.mark.parametrize("freeze_backbone", [True, False])
+def test_critics_of_another_name(base: str, tmp_path: Path, freeze_backbone: bool) -> None:
+    team, out = new_team(base), tmp_path / "out"
+    critics_of(AdapterCritic(LoraSettings(rank=4)), team, centralized=True).save(out)
+    own = critics_of(AdapterCritic(LoraSettings(rank=2)), team, centralized=True, name="reward_model")
+    saved(team, own, out)
+    names = sorted(entry.name for entry in out.iterdir() if entry.is_dir())
+    assert names == ["agent_0", "agent_1", "critic", "reward_model"]
+    loaded = CriticTeam.build(
+        AdapterCritic(adapters=folders(out, "reward_model")),
+        new_team(base),
+        centralized=True,
+        name="reward_model",
+        freeze_backbone=freeze_backbone,
+    )
+    torch.testing.assert_close(loaded.values(talk(team)), own.values(talk(team)))
+    # A frozen adapter is what was loaded, and is written again.
+    assert len(loaded.parameter_groups()["reward_model"]) == (2 if freeze_backbone else 30)
+    loaded.save(tmp_path / "again")
+    again = CriticTeam.build(
+        ModelCritic(str(tmp_path / "again" / "reward_model")), team, centralized=True, name="reward_model"
+    )
+    torch.testing.assert_close(again.values(talk(team)), own.values(talk(team)))
+
+
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)])
 def test_central_models(base: str, tmp_path: Path, lora: LoraSettings | None) -> None:
     other = save_tiny(tmp_path / "other", tiny_gpt2(n_positions=512), tiny_tokenizer(reverse=True))
@@ -148,6 +173,8 @@ def test_number_formats(tmp_path: Path) -> None:
         trained = {p.dtype for p in critics.parameter_groups()["critic"].values()}
         assert trained == {torch.float32}
         assert critics.values(talk(team)).dtype == torch.float32
+    frozen = CriticTeam.build(ModelCritic(base), team, centralized=True, freeze_backbone=True)
+    assert {p.dtype for p in frozen.own_models.parameters()} == {torch.bfloat16}
 
 
 def test_folders_without_a_head_or_with_another(base: str, tmp_path: Path) -> None:

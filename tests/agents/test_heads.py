@@ -182,7 +182,7 @@ def test_chat_messages() -> None:
 def test_long_texts_are_cut_from_the_left_with_one_warning() -> None:
     team = shared_team()
     critics = critics_of(AdapterCritic(max_tokens=6), team, centralized=True)
-    with pytest.warns(UserWarning, match=r"A critic was to read 63 tokens, more than the 6 that it may.*from the left"):
+    with pytest.warns(UserWarning, match=r"critic was to read 63 tokens, more than the 6 that it may.*from the left"):
         critics.values(talk(team))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
