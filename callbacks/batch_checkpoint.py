@@ -96,7 +96,8 @@ class BatchCheckpoint(Checkpoint):
         part = path.with_name(f".{path.name}.part")
         trainer.save_checkpoint(part, weights_only=False)
         if trainer.is_global_zero:
-            _remove(path)
+            if path.is_dir():  # a file is replaced in one go, so that there is one at any moment
+                shutil.rmtree(path)
             os.replace(part, path)
             for name in outdated:
                 _remove(Path(name))

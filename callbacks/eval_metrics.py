@@ -8,7 +8,7 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.support import EVAL_PREFIX, as_numbers, check_names, rollout_source
+from comlrl_lightning.callbacks.support import as_numbers, check_names, log_evaluation, rollout_source
 from comlrl_lightning.calls import UserFunction
 from comlrl_lightning.metrics import evaluation_keys
 from comlrl_lightning.rollouts.types import Rollouts, RolloutSource
@@ -70,7 +70,7 @@ class EvalMetrics(Callback):
         # One rank asks the user's functions, so that all ranks decide by the same numbers.
         mine = self._measure(rollouts, source) if trainer.is_global_zero else {}
         metrics = trainer.strategy.broadcast(mine)
-        pl_module.log_dict({EVAL_PREFIX + key: value for key, value in metrics.items()})
+        log_evaluation(pl_module, metrics)
 
     def _measure(self, rollouts: Rollouts, source: RolloutSource) -> dict[str, float]:
         completions = completion_texts(rollouts, source.num_agents, source.num_turns)

@@ -11,11 +11,11 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.support import EVAL_PREFIX, as_numbers, check_names, rollout_source
+from comlrl_lightning.callbacks.support import as_numbers, check_names, log_evaluation, rollout_source
 from comlrl_lightning.calls import UserFunction
 from comlrl_lightning.distributed import gather_objects
 from comlrl_lightning.metrics import evaluation_keys, training_keys
-from comlrl_lightning.rollouts.types import Node, Prompt, Rollouts
+from comlrl_lightning.rollouts.types import Node, Prompt, Rollouts, merge_rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class RolloutRecord:
 class RolloutMetrics(Callback):
     """Log the user's metrics over rollout records, in training and in evaluation.
 
-    In training `metrics_callback` gets the records of each training step and its numbers are logged at once, whatever
-    `logging_steps` says; several ranks are averaged. In evaluation it gets the records of one item at a time, and the
-    averages over items are logged with the prefix ``eval/``.
+    In training `metrics_callback` gets the records of each training step, of all ranks in the order of the items, and
+    its numbers are logged at once, whatever `logging_steps` says. In evaluation it gets the records of one item at a
+    time, and the averages over items are logged with the prefix ``eval/``. It is called on rank zero only.
 
     Args:
         metrics_callback: Takes a list of `RolloutRecord` and returns a dictionary of numbers.
@@ -64,10 +64,12 @@ class RolloutMetrics(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         source = rollout_source(pl_module, self)
-        records = [] if source.rollouts is None else rollout_records(source.rollouts)
+        rollouts = merge_rollouts(gather_objects([] if source.rollouts is None else [source.rollouts]))
         own = training_keys(source.num_turns, source.num_agents, with_kl=True)
-        metrics = [self._measure(records, source.env_step, own)] if records else []
-        if logged := means(gather_objects(metrics)):
+        mine: dict[str, float] = {}
+        if trainer.is_global_zero and rollouts.nodes:
+            mine = self._measure(rollout_records(rollouts), source.env_step, own)
+        if logged := trainer.strategy.broadcast(mine):
             source.log_now(logged)
 
     @override
@@ -91,7 +93,7 @@ class RolloutMetrics(Callback):
             own = evaluation_keys(source.num_turns, with_kl=True)
             mine = means(self._measure(item_records, source.env_step, own) for item_records in records)
         metrics = trainer.strategy.broadcast(mine)
-        pl_module.log_dict({EVAL_PREFIX + key: value for key, value in metrics.items()})
+        log_evaluation(pl_module, metrics)
 
     def _measure(self, records: list[RolloutRecord], env_step: int, own: list[str]) -> dict[str, float]:
         returned = self._metrics_callback(f"the records at env_step {env_step}", records)

@@ -11,7 +11,7 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from torch import Tensor
 
-from comlrl_lightning.calls import short
+from comlrl_lightning.calls import check_unicode, short
 from comlrl_lightning.loggers import TaskWandbLogger
 from comlrl_lightning.rollouts.types import RolloutSource
 
@@ -41,6 +41,17 @@ def forget_evaluation_metrics(trainer: Trainer) -> None:
     """Drop the last evaluation's metrics, so that a turn that nobody reaches this time leaves no old value behind."""
     for key in [key for key in trainer.callback_metrics if key.startswith(EVAL_PREFIX)]:
         del trainer.callback_metrics[key]
+
+
+def log_evaluation(pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
+    """Log metrics of the running evaluation, which are the same on every rank; call it on every rank.
+
+    Args:
+        pl_module: The module.
+        metrics: Names without ``eval/``, and values.
+    """
+    named = {EVAL_PREFIX + key: value for key, value in metrics.items()}
+    pl_module.log_dict(named, sync_dist=True, reduce_fx="max")  # the maximum of equal values is exact
 
 
 def may_print(trainer: Trainer) -> bool:
@@ -125,8 +136,22 @@ def as_numbers(metrics: object, source: str) -> dict[str, float]:
         raise ValueError(f"{source} returned {short(metrics)}. Return a dictionary of names and numbers.")
     numbers = {}
     for key, value in metrics.items():
-        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        if not isinstance(key, str) or not isinstance(number, Real):
+        number = _item(value)
+        if not isinstance(key, str) or not key or not isinstance(number, Real):
             raise ValueError(f"{source} returned {short({key: value})}. Return a dictionary of names and numbers.")
-        numbers[key] = float(number)
+        check_unicode(key, source, "a metric")
+        try:
+            numbers[key] = float(number)
+        except OverflowError:
+            raise ValueError(f"{source} returned {short({key: value})}, too large for a float. Scale it.") from None
     return numbers
+
+
+def _item(value: object) -> object:
+    """The number in a tensor that holds one; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    try:
+        return value.item()
+    except (RuntimeError, TypeError):  # it holds several, or no data at all
+        return value

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from comlrl_lightning.algorithms.reinforce import MAREINFORCE as MAREINFORCE
     from comlrl_lightning.algorithms.reinforce import MARLOO as MARLOO
     from comlrl_lightning.algorithms.reinforce import MAReMax as MAReMax
+    from comlrl_lightning.algorithms.sharded import ShardedParallel as ShardedParallel
     from comlrl_lightning.collaboration import TaggedSections as TaggedSections
     from comlrl_lightning.data import TaskDataModule as TaskDataModule
     from comlrl_lightning.evaluation import evaluate as evaluate
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from comlrl_lightning.rewards import RewardModel as RewardModel
     from comlrl_lightning.rewards import RewardProcessors as RewardProcessors
     from comlrl_lightning.rewards import WeightedRewards as WeightedRewards
+    from comlrl_lightning.strategies import AgentParallel as AgentParallel
 
 _HOMES = {
     "agents.critic_settings": ("AdapterCritic", "ModelCritic", "ValueHead"),
@@ -54,6 +56,7 @@ _HOMES = {
     "algorithms.marlhf": ("MARLHF",),
     "algorithms.methods": ("ActorCritic", "CriticFree"),
     "algorithms.reinforce": ("MAGRPO", "MAREINFORCE", "MARLOO", "MAReMax"),
+    "algorithms.sharded": ("ShardedParallel",),
     "collaboration": ("TaggedSections",),
     "data": ("TaskDataModule",),
     "evaluation": ("evaluate",),
@@ -61,6 +64,7 @@ _HOMES = {
     "preferences.comparators": ("APIComparator", "CurrentPolicy", "FixedModel", "FrozenCopy", "HistoryPolicy"),
     "preferences.replay": ("AllHistory", "CurrentRound", "LambdaDecay", "NearestK"),
     "rewards": ("RewardModel", "RewardProcessors", "WeightedRewards"),
+    "strategies": ("AgentParallel",),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -13,12 +13,30 @@ import reprlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from copy import Error as CopyError
+from copy import deepcopy
 from dataclasses import dataclass
+from multiprocessing.context import get_spawning_popen
 from numbers import Real
+from pickle import PickleError, dumps
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
-_SHORT = reprlib.Repr()
+
+class _Short(reprlib.Repr):
+    def repr1(self, x: Any, level: int) -> str:
+        # Others than the builtin types are known by their name alone, which any class may have.
+        known = type(x).__module__ in ("array", "builtins", "collections")
+        return super().repr1(x, level) if known else self.repr_instance(x, level)
+
+    def repr_int(self, x: int, level: int) -> str:
+        try:
+            return super().repr_int(x, level)
+        except ValueError:  # Python refuses to write numbers with thousands of digits
+            return f"<int of {x.bit_length()} bits>"
+
+
+_SHORT = _Short()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxtuple = 3, 4, 4, 4
 _SHORT.maxstring = _SHORT.maxother = 60
 
@@ -73,6 +91,17 @@ class UserFunction:
         self.label = f"{argument}={qualified_name(func)}"
         self.keywords = self._read(num_positional, keywords, passes)
 
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:  # Python would name neither the argument nor a way out
+            try:
+                dumps(self.func)
+            except (PickleError, AttributeError, TypeError) as error:
+                raise ValueError(
+                    f"{self.label} cannot be sent to another process: {error}. Define it at the top level of a module, "
+                    "or use strategy='ddp', 'ddp_fork' or 'ddp_notebook', which need not send it."
+                ) from error
+        return vars(self)
+
     def _read(self, num_positional: int, keywords: Sequence[str], passes: str) -> frozenset[str]:
         signature = _signature(self.func)
         if signature is None:
@@ -120,6 +149,19 @@ def short(value: object) -> str:
     return _SHORT.repr(value)
 
 
+def copied_item(item: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """A copy of a task item that a function may change.
+
+    Raises:
+        ValueError: If something in it cannot be copied.
+    """
+    try:
+        copied: dict[str, Any] = deepcopy(dict(item))
+    except (TypeError, ValueError, RuntimeError, AttributeError, CopyError, PickleError) as error:
+        raise ValueError(f"{place} cannot be copied: {error}. Keep such objects out of task items.") from error
+    return copied
+
+
 def finite_float(value: object, source: str, place: Place) -> float:
     """One number as a float.
 
@@ -131,12 +173,12 @@ def finite_float(value: object, source: str, place: Place) -> float:
     Raises:
         ValueError: If it is not a finite number; booleans are not numbers.
     """
-    number = value.tolist() if isinstance(value, _ArrayLike) else value
+    number = _in_builtins(value, source, place)
     if isinstance(number, bool) or not isinstance(number, Real):
         raise ValueError(f"{source} gave {short(value)} for {place}, which is not a number. Return a finite float.")
     try:
         result = float(number)
-    except OverflowError:
+    except (OverflowError, TypeError, ValueError):
         result = math.inf
     if not math.isfinite(result):
         raise ValueError(f"{source} gave {result} for {place}. Return a finite float.")
@@ -155,7 +197,7 @@ def finite_floats(values: object, count: int, source: str, place: Place) -> list
     Raises:
         ValueError: If it is something else, of another length, or not all numbers are finite.
     """
-    numbers = values.tolist() if isinstance(values, _ArrayLike) else values
+    numbers = _in_builtins(values, source, place)
     wanted = f"Return a list of {count} finite float{'s' if count > 1 else ''}, one per joint completion."
     if not isinstance(numbers, list | tuple):
         raise ValueError(f"{source} returned {short(values)} for {place}. {wanted}")
@@ -180,14 +222,46 @@ def rows_of(values: object, count: int, num_agents: int, source: str, place: Pla
     Raises:
         ValueError: If it is something else, of another shape, or not all numbers are finite.
     """
-    outer = values.tolist() if isinstance(values, _ArrayLike) else values
-    rows = [row.tolist() if isinstance(row, _ArrayLike) else row for row in outer] if _is_list(outer) else []
+    outer = _in_builtins(values, source, place)
+    rows: list[Any] = [_in_builtins(row, source, place) for row in outer] if _is_list(outer) else []
     if len(rows) != count or not all(_is_list(row) and len(row) == num_agents for row in rows):
         raise ValueError(
             f"{source} returned {short(values)} for {count} joint completions of {place}. Return a list of {count}"
             f" rows with {num_agents} finite floats each, one per agent, or leave per_agent_rewards out."
         )
     return [[finite_float(number, source, place) for number in row] for row in rows]
+
+
+def check_unicode(text: str, source: str, place: object) -> None:
+    """Refuse lone surrogates, which no tokenizer and no file takes.
+
+    Args:
+        text: What a function returned.
+        source: Its label, for the message.
+        place: Where, for the message.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{source} returned {short(text)} for {place}, with the lone surrogate {text[error.start]!r} at position"
+            f" {error.start}. Return valid Unicode, for example text.encode('utf-8', 'replace').decode()."
+        ) from None
+
+
+def _in_builtins(value: object, source: str, place: Place) -> object:
+    """The numbers of a tensor or an array as Python's, in nested lists; anything else as it is."""
+    if not isinstance(value, _ArrayLike):
+        return value
+    try:
+        return value.tolist()
+    except (TypeError, ValueError, RuntimeError) as error:  # tensors without data, for example
+        raise ValueError(
+            f"{source} gave {short(value)} for {place}, whose numbers cannot be read: {error}. Return finite floats."
+        ) from error
 
 
 def _is_list(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:

@@ -19,7 +19,7 @@ from typing_extensions import override
 from comlrl_lightning import callbacks
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.algorithms import ALGORITHMS
-from comlrl_lightning.algorithms.checks import check_trainer_flags
+from comlrl_lightning.algorithms.checks import check_precision_flag, check_trainer_flags
 from comlrl_lightning.algorithms.cooperative import CooperativeModule
 from comlrl_lightning.data import TaskDataModule
 from comlrl_lightning.noise import quiet_libraries
@@ -85,6 +85,8 @@ class CooperativeCLI(LightningCLI):
         trainer = self._get(self.config, "trainer")
         with self._telling_mistakes():
             check_trainer_flags(trainer.gradient_clip_val, trainer.accumulate_grad_batches)
+            if self.subcommand in (None, "fit"):
+                check_precision_flag(trainer.precision)
 
     @override
     def instantiate_classes(self) -> None:

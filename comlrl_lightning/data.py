@@ -80,7 +80,7 @@ class TaskLoader:
         batch_size: Items per step and rank.
         world_size: Number of ranks.
         rank: This rank.
-        limit: Asked at the start of each pass for how many items it has at most.
+        limit: Asked at the start of each pass for how many items it has at most; None: all.
         position: Where to go on, and where trained items are counted; None reads epoch 0 from its start.
     """
 
@@ -93,14 +93,14 @@ class TaskLoader:
         *,
         world_size: int = 1,
         rank: int = 0,
-        limit: Callable[[], int | None] = lambda: None,
+        limit: Callable[[], int | None] | None = None,
         position: EpochPosition | None = None,
     ) -> None:
         self.split = split
         self.batch_size = batch_size
         self.world_size = world_size
         self.rank = rank
-        self.limit = limit
+        self._limit = limit
         self.sampler = position
 
     def __iter__(self) -> Iterator[TaskBatch]:
@@ -113,6 +113,10 @@ class TaskLoader:
             mine, stop = step[self.rank :: self.world_size], start + len(step)
             yield TaskBatch(mine, epoch, start, stop, ahead is None, self.sampler)
             start = stop
+
+    def limit(self) -> int | None:
+        """How many items a pass has at most; None: all."""
+        return None if self._limit is None else self._limit()
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch and number of its items trained, with what gives them their meaning."""
@@ -239,7 +243,7 @@ class TaskDataModule(LightningDataModule):
         if not self.has_eval:
             warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
             return []
-        return self._loader(self._open("eval_dataset"), self.eval_batch_size, limit=lambda: self.eval_num_samples)
+        return self._loader(self._open("eval_dataset"), self.eval_batch_size, limit=self._eval_limit)
 
     @override
     def test_dataloader(self) -> TaskLoader | list[TaskLoader]:
@@ -256,6 +260,10 @@ class TaskDataModule(LightningDataModule):
         if not self.has_eval:
             raise ValueError("eval_dataset=None leaves nothing to predict. Give TaskDataModule an eval_dataset.")
         return self.val_dataloader()
+
+    def _eval_limit(self) -> int | None:
+        # A method, not a lambda: a data module goes to processes that are spawned with its loaders.
+        return self.eval_num_samples
 
     def _open(self, argument: str) -> Split:
         if argument not in self._splits:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -10,6 +10,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+
+_meeting: Callable[[], None] | None = None
+
+
+def meet_by(function: Callable[[], None] | None) -> None:
+    """Set what `meet` does in this process, on all ranks alike; None: nothing."""
+    global _meeting
+    _meeting = function
+
+
+def meet() -> None:
+    """Take part in what other ranks still have to do together with this one, such as passes of a sharded model.
+
+    Every collective call of this file begins with it: nobody may wait there for somebody who waits for him elsewhere.
+    """
+    if _meeting is not None:
+        _meeting()
 
 
 def world_size() -> int:
@@ -40,6 +57,7 @@ def max_over_ranks(value: int) -> int:
 def _all_reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     if world_size() == 1:
         return tensor
+    meet()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     reduced = tensor.detach().to(device, copy=True)
     dist.all_reduce(reduced, op=operation)
@@ -50,6 +68,7 @@ def gather_objects(values: Sequence[T]) -> list[T]:
     """The values of all processes, one after another in rank order."""
     if world_size() == 1:
         return list(values)
+    meet()
     gathered: list[list[T] | None] = [None] * world_size()
     dist.all_gather_object(gathered, list(values))
     return [value for part in gathered if part is not None for value in part]

@@ -46,6 +46,8 @@ LEARNED = "learned/"
 """Before the reward metrics of rollouts that a reward model has scored."""
 UNPARSED = "unparsed_share"
 """Where one model answers for all agents: share of its completions in which no answer was found."""
+REWARD_TIMEOUTS = "reward_timeouts"
+"""Where a reward stands for them: calls of the reward function, per batch and process, that ran out of time."""
 TIME_METRICS = ("generation", "reward", "update")
 """Under ``time/``: seconds per training step."""
 
@@ -104,12 +106,13 @@ def training_keys(
         *(group_key(critic, "grad_norm") for critic in critics),
         *(f"time/{name}" for name in TIME_METRICS),
         "nonfinite_updates",
+        REWARD_TIMEOUTS,
     ]
 
 
 def evaluation_keys(num_turns: int, with_kl: bool, parts: Iterable[str] = ()) -> list[str]:
     """All keys that an evaluation can log, without their prefix ``eval/``."""
-    return [*turn_keys(num_turns, with_kl), *map(part_key, parts), "final_reward_mean"]
+    return [*turn_keys(num_turns, with_kl), *map(part_key, parts), "final_reward_mean", REWARD_TIMEOUTS]
 
 
 def turn_keys(num_turns: int, with_kl: bool) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +122,20 @@ class RewardProcessors:
         return Chain(processors)
 
 
+@dataclass(frozen=True, slots=True)
+class PartSums:
+    """What the parts of `WeightedRewards` gave in one call, unweighted."""
+
+    sums: dict[str, float]
+    """Sum of each part over the joint completions."""
+    num_joint: int
+    """J."""
+
+
+_COLLECTING: ContextVar[tuple[WeightedRewards, list[PartSums]] | None] = ContextVar("_COLLECTING", default=None)
+"""Whose calls, in this thread, leave their parts in a list."""
+
+
 class WeightedRewards:
     """A weighted sum of several rewards that remembers the mean of each part.
 
@@ -178,14 +194,34 @@ class WeightedRewards:
             self.check(len(completions))
         place = Place(batch_items[0] if batch_items else {}, None, turn)
         num_joint = len(completions[0])
-        totals = [0.0] * num_joint
+        totals, sums = [0.0] * num_joint, {}
         for name, function in self._functions.items():
             values = function(place, *completions, batch_items=batch_items, prompts=prompts, turn=turn)
             rewards = finite_floats(values, num_joint, function.label, place)
-            self._sums[name] += math.fsum(rewards)
+            sums[name] = math.fsum(rewards)
             totals = [total + self.weights[name] * reward for total, reward in zip(totals, rewards, strict=True)]
-        self._count += num_joint
+        collecting = _COLLECTING.get()
+        if collecting is not None and collecting[0] is self:
+            collecting[1].append(PartSums(sums, num_joint))
+        else:
+            self.add_parts(PartSums(sums, num_joint))
         return totals
+
+    @contextmanager
+    def collected(self) -> Iterator[list[PartSums]]:
+        """Calls inside leave their parts in a list: where several run at once, `add_parts` settles the order later."""
+        parts: list[PartSums] = []
+        token = _COLLECTING.set((self, parts))
+        try:
+            yield parts
+        finally:
+            _COLLECTING.reset(token)
+
+    def add_parts(self, parts: PartSums) -> None:
+        """Count what one call gave."""
+        for name, total in parts.sums.items():
+            self._sums[name] += total
+        self._count += parts.num_joint
 
     def pop_parts(self) -> dict[str, float]:
         """Mean of each part, unweighted, over the joint completions since the last call; empty without any."""

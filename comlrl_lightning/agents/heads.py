@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +19,7 @@ from comlrl_lightning.agents.critic_inputs import CriticReader
 from comlrl_lightning.agents.critic_settings import CriticSettings
 from comlrl_lightning.agents.language_model import HALF, LanguageModel, adapter_name
 from comlrl_lightning.agents.team import AgentTeam
+from comlrl_lightning.agents.together import run_together
 from comlrl_lightning.rollouts.types import Completion
 
 CriticType = Literal["v", "q"]
@@ -89,6 +92,8 @@ class CriticTeam(nn.Module):
     """1 if central, else N."""
     num_outputs: int
     """Columns of `values`: 1 or N if central, else N."""
+    concurrent: bool
+    """Whether the models of several critics read at the same time, each on a device of its own."""
 
     def __init__(
         self,
@@ -100,6 +105,7 @@ class CriticTeam(nn.Module):
         hidden_size: int | None,
     ) -> None:
         super().__init__()
+        self.concurrent = False
         self.num_critics = len(bodies)
         self.num_outputs = num_outputs if centralized else len(bodies)
         self.centralized = centralized
@@ -168,12 +174,27 @@ class CriticTeam(nn.Module):
         """
         rows = [row for sample in samples for row in self._rows(sample)]
         order = sorted(set(rows), key=lambda row: (row[0], len(row[1]), row[1]))
-        parts = [self._read(model, batch) for model, batch in self._batches(order)]
+        device = self._heads[0].output.weight.device
+        parts = [part.to(device) for part in self._read_all(order)]
         if not parts:
             return self._heads[0].output.weight.new_zeros(0, self.num_outputs)
         place = {row: position for position, row in enumerate(order)}
-        index = torch.tensor([place[row] for row in rows], device=parts[0].device)
+        index = torch.tensor([place[row] for row in rows], device=device)
         return torch.cat(parts)[index].view(len(samples), self.num_outputs)
+
+    def _read_all(self, order: Sequence[tuple[int, tuple[int, ...]]]) -> list[Tensor]:
+        """Values of rows that are ordered by critic, batch after batch."""
+        work: defaultdict[LanguageModel, list[int]] = defaultdict(list)
+        batches = list(self._batches(order))
+        for position, (model, _) in enumerate(batches):
+            work[model].append(position)
+
+        def of_model(positions: Sequence[int]) -> list[tuple[int, Tensor]]:
+            return [(position, self._read(*batches[position])) for position in positions]
+
+        tasks = [(model.device, partial(of_model, positions)) for model, positions in work.items()]
+        read = run_together(tasks) if self.concurrent else [task() for _, task in tasks]
+        return [values for _, values in sorted(chain.from_iterable(read), key=lambda entry: entry[0])]
 
     def lengths(self, samples: Sequence[Sequence[Completion]]) -> list[int]:
         """`[R]` padded tokens that the critics read of each joint completion.

@@ -299,7 +299,7 @@ class LanguageModel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LanguageModel:
         """Let a cast to half precision (Lightning's `bf16-true`) pass over the adapters: small updates would vanish."""
-        adapters = self._adapter_parameters()
+        adapters = self.adapter_parameters()
         before = [parameter.detach() for parameter in adapters]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for parameter, value in zip(adapters, before, strict=True):
@@ -307,14 +307,15 @@ class LanguageModel(nn.Module):
                 parameter.data = value.to(parameter.device)
         return self
 
-    def _adapter_parameters(self) -> list[nn.Parameter]:
+    def adapter_parameters(self) -> list[nn.Parameter]:
+        """Everything that adapters have added to the model, trained or not."""
         if self.adapters is None:
             return []
         names = {name + end for name in self.adapters.names for end in ("", REFERENCE)} | {*self.adapters.extra_names}
         return [p for path, p in self.network.named_parameters() if names & set(path.split("."))]
 
     def _keep_adapters_in_float32(self) -> None:
-        for parameter in self._adapter_parameters():
+        for parameter in self.adapter_parameters():
             if parameter.dtype in HALF:
                 parameter.data = parameter.data.float()
 

@@ -6,8 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
+from functools import partial
+from itertools import chain, groupby, islice
 from pathlib import Path
+from threading import Event
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +20,11 @@ from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
 from comlrl_lightning.agents.sampling import StopStrings
 from comlrl_lightning.agents.scoring import score
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
+from comlrl_lightning.agents.together import SharedProgress, run_together
 from comlrl_lightning.agents.transformers_backend import generate_with_transformers
 from comlrl_lightning.rollouts.types import Completion, Prompt
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +46,12 @@ class AgentTeam(nn.Module):
         models: One model for all agents, or one per agent.
     """
 
+    concurrent: bool
+    """Whether the models work at the same time, as they do when each has a device of its own."""
+
     def __init__(self, models: Sequence[LanguageModel]) -> None:
         super().__init__()
+        self.concurrent = False
         self.models = nn.ModuleList(models)
         self._speakers = {agent: model for model in models for agent in model.agents}
         self.num_agents = len(self._speakers)
@@ -86,12 +96,8 @@ class AgentTeam(nn.Module):
             limit = speaker.prompt_limit(request.agent, sampling.max_new_tokens)
             ids = speaker.prompts.encode(request.agent, request.prompt, limit)
             rows += [Row(request.agent, ids, key) for key in request.keys]
-        sampled: dict[int, Sampled] = {}
-        sample = generate if sampling.backend == "native" else generate_with_transformers
         with self.rollout_mode():
-            for model, batch in self._batches([row.agent for row in rows]):
-                results = sample(model, [rows[index] for index in batch], sampling, progress)
-                sampled.update(zip(batch, results, strict=True))
+            sampled = self._sample(rows, sampling, progress)
         position = iter(range(len(rows)))
         return [
             tuple(
@@ -101,18 +107,46 @@ class AgentTeam(nn.Module):
             for request in requests
         ]
 
+    def _sample(
+        self, rows: Sequence[Row], sampling: Sampling, progress: Callable[[int], None] | None
+    ) -> dict[int, Sampled]:
+        """Completions by the position of their row."""
+        work = self._by_model([row.agent for row in rows])
+        sample = generate if sampling.backend == "native" else generate_with_transformers
+
+        def of_model(model: LanguageModel, report: Callable[[int], None] | None) -> list[tuple[int, Sampled]]:
+            return [
+                pair
+                for batch in work[model]
+                for pair in zip(batch, sample(model, [rows[index] for index in batch], sampling, report), strict=True)
+            ]
+
+        # All models of transformers' own loop draw from the one global random state.
+        if self.concurrent and len(work) > 1 and sampling.backend == "native":
+            stop = Event()
+            shared = SharedProgress(progress, [sum(map(len, batches)) for batches in work.values()], stop)
+            tasks = [(model.device, partial(of_model, model, shared.of(worker))) for worker, model in enumerate(work)]
+            return dict(chain.from_iterable(run_together(tasks, stop)))
+        return dict(chain.from_iterable(of_model(model, progress) for model in work))
+
+    def _by_model(self, agents: Sequence[int]) -> dict[LanguageModel, list[list[int]]]:
+        """The batches of each language model."""
+        groups = groupby(self._batches(agents), key=lambda entry: entry[0])
+        return {model: [batch for _, batch in batches] for model, batches in groups}
+
     def _batches(self, agents: Sequence[int]) -> Iterator[tuple[LanguageModel, list[int]]]:
         """Language models with the rows that they take in one batch, ordered by agent."""
         by_agent: dict[int, list[int]] = {}
         for index, agent in enumerate(agents):
             by_agent.setdefault(agent, []).append(index)
-        for model in self._models():
+        for model in self.language_models():
             groups = [by_agent[agent] for agent in model.agents if agent in by_agent]
             if model.mixes_agents and groups:
                 groups = [list(chain.from_iterable(groups))]
             yield from ((model, group) for group in groups)
 
-    def _models(self) -> list[LanguageModel]:
+    def language_models(self) -> list[LanguageModel]:
+        """The models, ordered by agent."""
         return list(dict.fromkeys(self._speakers.values()))
 
     def _completion(
@@ -149,13 +183,18 @@ class AgentTeam(nn.Module):
             The scores, in the order of the completions.
         """
         lengths = [len(completion.token_ids) for completion in completions]
-        device = self._models()[0].device
-        parts: list[tuple[Tensor, Tensor]] = []
-        order: list[int] = []
-        for model, batch in self._batches([completion.agent for completion in completions]):
-            scores = score(model, [completions[index] for index in batch], temperature, reference=reference)
-            parts.append((scores[0].to(device), scores[1].to(device)))
-            order += batch
+        device = self.language_models()[0].device
+        work = self._by_model([completion.agent for completion in completions])
+
+        def of_model(model: LanguageModel) -> list[tuple[Tensor, Tensor]]:
+            return [
+                score(model, [completions[index] for index in batch], temperature, reference=reference)
+                for batch in work[model]
+            ]
+
+        scored = self.each([(model, partial(of_model, model)) for model in work])
+        parts = [tuple(values.to(device) for values in scores) for scores in chain.from_iterable(scored)]
+        order = [*chain.from_iterable(chain.from_iterable(work.values()))]
         rows = torch.tensor([index for index in order for _ in range(lengths[index])], dtype=torch.long, device=device)
         columns = torch.tensor(
             [column for index in order for column in range(lengths[index])], dtype=torch.long, device=device
@@ -167,6 +206,16 @@ class AgentTeam(nn.Module):
         log_probs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
         return TokenScores(_placed(log_probs, rows, columns, mask), _placed(entropy, rows, columns, mask), mask)
 
+    def each(self, tasks: Sequence[tuple[LanguageModel, Callable[[], T]]]) -> list[T]:
+        """What the tasks return, in their order; at the same time if the models are to work so.
+
+        Args:
+            tasks: A different language model each, and what is to be done with it.
+        """
+        if self.concurrent:
+            return run_together([(model.device, task) for model, task in tasks])
+        return [task() for _, task in tasks]
+
     def agent_parameters(self, agent: int) -> dict[str, nn.Parameter]:
         """The trained parameters of one agent, by their names in `named_parameters`.
 
@@ -174,7 +223,7 @@ class AgentTeam(nn.Module):
             ValueError: There are none.
         """
         model, name = self._speakers[agent], adapter_name(agent)
-        prefix = f"models.{self._models().index(model)}."
+        prefix = f"models.{self.language_models().index(model)}."
         parameters = {
             prefix + path: parameter
             for path, parameter in model.named_parameters()
@@ -193,8 +242,15 @@ class AgentTeam(nn.Module):
 
     def add_reference(self) -> None:
         """Keep the agents' present policies as the reference policies (nothing to keep if these are the base model)."""
-        for model in self._models():
+        for model in self.language_models():
             model.add_reference()
+
+    def follow(self, team: AgentTeam) -> None:
+        """Work where another team works: each model on the device of the agent with its number, else the first's."""
+        for model in self.language_models():
+            agent = model.agents[0] if model.agents[0] < team.num_agents else 0
+            model.to(team.speaker(agent).device)
+        self.concurrent = team.concurrent
 
     def save(self, folder: str | Path) -> None:
         """Write one standard folder per agent, ``agent_0``, ``agent_1``, ...: a PEFT adapter or a model, and tokenizer.
@@ -202,7 +258,7 @@ class AgentTeam(nn.Module):
         Args:
             folder: Where; made if it is missing.
         """
-        for model in self._models():
+        for model in self.language_models():
             names = [adapter_name(agent) for agent in model.agents]
             if model.adapters is None:
                 model.causal.save_pretrained(Path(folder, names[0]))

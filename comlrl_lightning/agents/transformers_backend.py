@@ -11,7 +11,7 @@ from torch import Tensor
 
 from comlrl_lightning.agents.generation import Progress, Row, Sampled, left_pad
 from comlrl_lightning.agents.language_model import LanguageModel
-from comlrl_lightning.agents.sampling import StopStrings, key_digest
+from comlrl_lightning.agents.sampling import StopStrings, key_digest, seeded
 from comlrl_lightning.agents.scoring import score
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.rollouts.types import Completion
@@ -31,11 +31,10 @@ def generate_with_transformers(
     ids, _, mask = left_pad([row.prompt_ids for row in rows], model.device)
     watch = _Watch(StopStrings(sampling.stop, model.tokenizer), ids.shape[1], model.end_ids, len(rows), progress)
     with (
-        torch.random.fork_rng([model.device] if model.device.type == "cuda" else []),
+        seeded(key_digest([key_digest(row.key) for row in rows]) % 2**63, model.device),
         _own_settings(model, sampling),
         model.acting_as(agents, [sum(row.agent == agent for row in rows) for agent in agents]),
     ):
-        torch.manual_seed(key_digest([key_digest(row.key) for row in rows]) % 2**63)
         sequences = model.causal.generate(
             input_ids=ids, attention_mask=mask.long(), stopping_criteria=StoppingCriteriaList([watch])
         )

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim.lr_scheduler import LRScheduler
 
+from comlrl_lightning.algorithms.bases import bases_of, check_bases
 from comlrl_lightning.algorithms.hparams import to_plain
 from comlrl_lightning.distributed import gather_objects, rank, world_size
 from comlrl_lightning.rollouts.buffer import CreditedNode
@@ -48,8 +50,9 @@ def restore_global_rng_states(states: RngStates) -> None:
     name, keys, *position = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
     torch.set_rng_state(states["torch"].cpu())
-    if states["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])
+    # A run may go on with fewer devices, or more.
+    for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state.cpu(), device)
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
     checkpoint[KEY] = {
         "algorithm": type(module).__name__,
         "settings": _fixed_settings(module),
+        "bases": bases_of(module),
         "optimization": module.optimization,
         "learning_rates": module.learning_rates,
         "env_step": progress.env_step,
@@ -108,8 +112,8 @@ def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any], *, fittin
         The state of the run, for `restore_run`.
 
     Raises:
-        ValueError: If the checkpoint is of another run, lacks weights, or a setting would change the meaning of the
-            run that goes on.
+        ValueError: If the checkpoint is of another run, of other language models, lacks weights, or a setting would
+            change the meaning of the run that goes on.
     """
     if KEY not in checkpoint:
         raise ValueError("The checkpoint was not saved by comlrl_lightning. Load its weights with agents= instead.")
@@ -118,6 +122,7 @@ def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any], *, fittin
         current = {"algorithm": type(module).__name__, **_fixed_settings(module), **_fixed(module.optimization)}
         saved = {"algorithm": state["algorithm"], **state["settings"], **_fixed(state["optimization"])}
         check_settings(saved, current)
+    check_bases(state["bases"], bases_of(module))
     missing = sorted(set(trained_names(module)) - set(checkpoint["state_dict"]))
     if missing:
         raise ValueError(
@@ -143,9 +148,21 @@ def restore_run(module: CooperativeModule, state: Mapping[str, Any]) -> None:
         )
         entries = [entry for saved in state["ranks"] for entry in saved["buffer"]]
         module.buffer = [CreditedNode.from_state(entry) for entry in entries[rank() :: world_size()]]
+        if rank() == 0:  # sums over all ranks, to which the others add nothing
+            parts = [saved["metrics"] for saved in state["ranks"]]
+            module.training_metrics.load_state_dict({name: sum(part[name] for part in parts) for name in parts[0]})
     module.restore_progress(state["own"])
+    _end_epoch(module.trainer)
     change_learning_rates(module, state["learning_rates"])
     change_options(module, state["optimization"]["optimizer_options"])
+
+
+def _end_epoch(trainer: Trainer) -> None:
+    """Let an epoch that is over be over, also where the next ones have more steps: Lightning compares the numbers."""
+    loop = trainer.fit_loop.epoch_loop
+    progress, num_batches = loop.batch_progress, trainer.num_training_batches
+    if loop.restarted_on_train_batch_end and progress.is_last_batch and num_batches != float("inf"):
+        progress.current.completed = max(progress.current.completed, int(num_batches))
 
 
 def change_learning_rates(module: CooperativeModule, saved: Sequence[float]) -> None:

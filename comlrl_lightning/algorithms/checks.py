@@ -179,6 +179,21 @@ def _arguments(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**to_plain(kept), **({"schedules": [_arguments(one) for one in schedules]} if schedules else {})}
 
 
+def check_precision_flag(precision: object) -> None:
+    """Refuse number formats that need a gradient scaler.
+
+    Args:
+        precision: As the user gave it; on a CPU, Lightning makes another one of "16-mixed".
+
+    Raises:
+        ValueError: If it is one of them.
+    """
+    if str(precision) in ("16", "16-mixed", "16-true"):
+        raise ValueError(
+            f"Trainer(precision={precision!r}) would need a gradient scaler. Use 'bf16-mixed' or '32-true'."
+        )
+
+
 def check_precision(precision: object, trained: Iterable[torch.nn.Parameter]) -> None:
     """Refuse number formats in which training would fail, or learn nothing.
 
@@ -190,10 +205,7 @@ def check_precision(precision: object, trained: Iterable[torch.nn.Parameter]) ->
         ValueError: If a gradient scaler would be needed, or half-precision weights were to be trained: steps of a usual
             size are too small to change them.
     """
-    if precision in ("16-mixed", "16-true"):
-        raise ValueError(
-            f"Trainer(precision={precision!r}) would need a gradient scaler. Use 'bf16-mixed' or '32-true'."
-        )
+    check_precision_flag(precision)
     half = {str(one.dtype).removeprefix("torch.") for one in trained if one.dtype in (torch.float16, torch.bfloat16)}
     if half:
         raise ValueError(

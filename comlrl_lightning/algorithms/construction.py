@@ -12,6 +12,7 @@ from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain
 from comlrl_lightning.collaboration import JointFormat, joint_format_of
 from comlrl_lightning.interface import Formatters, RewardFunction, Transition
 from comlrl_lightning.rollouts.collect import TaskInterface
+from comlrl_lightning.rollouts.scoring import RewardWorkers
 
 FUNCTION_ARGUMENTS = ("formatters", "reward_func", "reward_processor", "external_transition")
 """Arguments that are functions, which a checkpoint holds as import paths."""
@@ -34,12 +35,17 @@ def task_interface(given: Mapping[str, Any], num_agents: int) -> TaskInterface:
         raise ValueError(
             f"num_turns={given['num_turns']} needs prompts for the turns after the first. Give external_transition."
         )
+    names = ("reward_workers", "reward_backend", "reward_timeout_seconds", "reward_timeout_value")
+    workers = RewardWorkers(*(given[name] for name in names))
+    reward = RewardFunction(functions["reward_func"], num_agents, functions["reward_processor"])
+    workers.check(reward)
     return TaskInterface(
         Formatters(functions["formatters"], num_agents),
-        RewardFunction(functions["reward_func"], num_agents, functions["reward_processor"]),
+        reward,
         None if transition is None else Transition(transition, num_agents),
         given["external_prompt_passthrough"],
         joint_format(given["collaboration"], given["agents"]),
+        workers,
     )
 
 

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from comlrl_lightning.agents.sampling import seeded
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.algorithms.checkpoint import Progress, load_run, restore_run, save_run, trained_names
@@ -32,6 +33,7 @@ from comlrl_lightning.algorithms.construction import task_interface, team_settin
 from comlrl_lightning.algorithms.critic_learner import ActorCriticLearner
 from comlrl_lightning.algorithms.evaluating import TRAIN, Evaluations
 from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain, is_remark, to_plain
+from comlrl_lightning.algorithms.interrupts import TellWhatStopped
 from comlrl_lightning.algorithms.methods import ActorCritic, Method
 from comlrl_lightning.algorithms.recording import (
     ForgetStep,
@@ -41,9 +43,10 @@ from comlrl_lightning.algorithms.recording import (
     warn_of_rewarded_stops,
 )
 from comlrl_lightning.algorithms.settings import PolicySettings, UpdateSettings, gathered
+from comlrl_lightning.algorithms.sharded import follow_strategy
 from comlrl_lightning.collaboration import JointFormat
 from comlrl_lightning.data import TaskBatch
-from comlrl_lightning.distributed import rank, sum_over_ranks, world_size
+from comlrl_lightning.distributed import meet, rank, sum_over_ranks, world_size
 from comlrl_lightning.metrics import UNPARSED, MetricTable, evaluation_keys, training_keys
 from comlrl_lightning.rollouts.buffer import CreditedNode
 from comlrl_lightning.rollouts.collect import RolloutShape, TaskInterface
@@ -67,6 +70,14 @@ class CooperativeModule(Evaluations):
         collaboration: ``"decentralized"``: each agent answers by itself. ``"centralized"``: one language model writes
             the answers of all agents in tagged sections; ``agents=SharedBase(...)`` then counts the answers. A
             `JointFormat` does the same with prompts and sections of its own.
+        reward_workers: Nodes of a turn that are scored at the same time; the rewards are the same. 0: in place, one
+            after the other.
+        reward_backend: ``"thread"``, or ``"process"`` for functions that keep Python busy, crash or hang: it takes a
+            function from the top level of a module, without modules of torch, and gives each worker a copy.
+        reward_timeout_seconds: A call of `reward_func` that takes longer is an error. A ``"process"`` is then killed
+            and replaced; a ``"thread"`` cannot be, and stays behind. None: no limit.
+        reward_timeout_value: Reward, before `reward_processor`, of all joint completions of such a call instead of the
+            error; their number is logged as ``reward_timeouts``.
         num_turns: T, the largest number of turns per task item.
         num_generations: K, completions per agent and node, on each rank.
         discount: Factor per turn of later rewards in a return, from 0 to 1.
@@ -125,6 +136,10 @@ class CooperativeModule(Evaluations):
         external_transition: Callable[..., Any] | None = None,
         external_prompt_passthrough: bool = False,
         collaboration: Literal["decentralized", "centralized"] | JointFormat = "decentralized",
+        reward_workers: int = 0,
+        reward_backend: Literal["thread", "process"] = "thread",
+        reward_timeout_seconds: float | None = None,
+        reward_timeout_value: float | None = None,
         num_turns: int = 1,
         num_generations: int = 4,
         discount: float = 1.0,
@@ -222,15 +237,17 @@ class CooperativeModule(Evaluations):
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
         # The only hook of the module that runs before Lightning refuses these flags without naming ours.
         check_trainer_flags(self.trainer.gradient_clip_val, self.trainer.accumulate_grad_batches)
-        present = any(isinstance(callback, ForgetStep) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
-        return [] if present else [ForgetStep()]
+        present = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
+        return [kind() for kind in (ForgetStep, TellWhatStopped) if kind not in present]
 
     @override
     def configure_model(self) -> None:
-        if self._modules.get("team") is not None:
-            return
-        with torch.random.fork_rng():
-            torch.manual_seed(self.seed)
+        if self._modules.get("team") is None:
+            self._load()
+        follow_strategy(self)
+
+    def _load(self) -> None:
+        with seeded(self.seed, torch.get_default_device()):
             self.team = AgentTeam.build(team_settings(self.agents, self.team_size))
             if self.uses_reference:
                 self.team.add_reference()
@@ -293,6 +310,7 @@ class CooperativeModule(Evaluations):
         batch.mark_trained(is_last)
         self.step_start = None
         self._log_training()
+        meet()
 
     def _train_on(self, batch: TaskBatch, is_last: bool) -> None:
         """Roll out the items, credit what was said, and learn once enough has come together."""
@@ -354,6 +372,7 @@ class CooperativeModule(Evaluations):
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights as any module does; frozen weights and metrics, which checkpoints leave out, are not missed."""
+        self.configure_model()  # a fit in processes of its own brings its weights to a module that has none yet
         keys = super().load_state_dict(state_dict, strict=False, assign=assign)
         trained = set(trained_names(self))
         keys.missing_keys[:] = [name for name in keys.missing_keys if name in trained]

@@ -8,10 +8,16 @@ from typing import Any
 from typing_extensions import override
 
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.algorithms.recording import prediction, record_final_rewards, record_nodes, record_unparsed
+from comlrl_lightning.algorithms.recording import (
+    prediction,
+    record_final_rewards,
+    record_late,
+    record_nodes,
+    record_unparsed,
+)
 from comlrl_lightning.algorithms.updating import BufferedUpdates
 from comlrl_lightning.data import TaskBatch
-from comlrl_lightning.distributed import gather_objects
+from comlrl_lightning.distributed import gather_objects, meet
 from comlrl_lightning.metrics import MetricTable
 from comlrl_lightning.rollouts.buffer import assign_credit
 from comlrl_lightning.rollouts.collect import Collector, RolloutShape, Sampler, TaskInterface
@@ -84,14 +90,19 @@ class Evaluations(BufferedUpdates):
         record_nodes(self.evaluation_metrics, credited, self.interface.reward.pop_parts())
         record_final_rewards(self.evaluation_metrics, rollouts)
         record_unparsed(self.evaluation_metrics, rollouts)
+        record_late(self.evaluation_metrics, rollouts)
         if self.policy.reference_kl_coef > 0:
             self.learner.record_kl(self.evaluation_metrics, [entry.node for entry in credited])
+        meet()
 
     @override
     def on_validation_epoch_end(self) -> None:
         metrics = self.evaluation_metrics.pop()
-        if metrics:  # "step" is what Lightning takes for the x-axis of its loggers
-            self.log_dict({**metrics, "env_step": float(self.env_step), "step": float(self.env_step)}, batch_size=1)
+        if metrics:
+            # "step" is what Lightning takes for the x-axis of its loggers. All ranks have the same values already:
+            # their maximum is exact, and Lightning does not ask for a reduction.
+            steps = {"env_step": float(self.env_step), "step": float(self.env_step)}
+            self.log_dict({**metrics, **steps}, batch_size=1, sync_dist=True, reduce_fx="max")
 
     on_test_epoch_start = on_validation_epoch_start
     test_step = validation_step
@@ -110,4 +121,5 @@ class Evaluations(BufferedUpdates):
     def predict_step(self, batch: TaskBatch, batch_idx: int) -> list[dict[str, Any]]:
         rollouts = self._collect(batch, PREDICT, self.eval_sampling, self._single_path)
         self.interface.reward.pop_parts()  # predictions are no part of the next log
+        meet()
         return [prediction(rollouts, node) for node in rollouts.nodes]

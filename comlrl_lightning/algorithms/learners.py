@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain, zip_longest
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
+from comlrl_lightning.agents.language_model import LanguageModel
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.algorithms.rows import (
     PolicyRow,
@@ -99,9 +103,31 @@ class Learner(ABC):
             stats: Gets the sums to log.
         """
         rows = [row for node in nodes for row in node.rows]
-        lengths = sequence_lengths([row.completion for row in rows])
-        for positions in micro_batches(lengths, self.micro_batch_tokens):
-            yield self.loss([rows[position] for position in positions], stats)
+        for batches in self._passes([row.completion for row in rows]):
+            tasks = [
+                (model, partial(self.loss, [rows[position] for position in batch], stats)) for model, batch in batches
+            ]
+            yield torch.stack(self.team.each(tasks)).sum()
+
+    def _passes(self, completions: Sequence[Completion]) -> list[list[tuple[LanguageModel, list[int]]]]:
+        """Micro-batches of completions, by their positions, each for one language model; those of a pass go together.
+
+        What a model reads at once does not depend on whether others read at the same time.
+        """
+        of_model: defaultdict[LanguageModel, list[int]] = defaultdict(list)
+        for position, one in enumerate(completions):
+            of_model[self.team.speaker(one.agent)].append(position)
+        lengths = sequence_lengths(completions)
+        queues = [
+            [
+                (model, [positions[row] for row in batch])
+                for batch in micro_batches([lengths[position] for position in positions], self.micro_batch_tokens)
+            ]
+            for model, positions in of_model.items()
+        ]
+        if not self.team.concurrent:
+            return [[batch] for batch in chain.from_iterable(queues)]
+        return [[batch for batch in batches if batch is not None] for batches in zip_longest(*queues)]
 
     def prepare(self, buffer: Sequence[CreditedNode], num_turns: int, stale: bool) -> list[PreparedNode]:
         """Advantages, scales and old log-probs of a whole buffer. Call it on every rank.
@@ -182,7 +208,8 @@ class Learner(ABC):
             reference: Score under the reference policy.
         """
         scored: list[Tensor] = [torch.empty(0)] * len(completions)
-        for batch in micro_batches(sequence_lengths(completions), self.micro_batch_tokens):
+        for batches in self._passes(completions):
+            batch = [position for _, positions in batches for position in positions]
             chosen = [completions[position] for position in batch]
             scores = self.team.log_probs(chosen, temperature=self.settings.temperature, reference=reference)
             for row, position in enumerate(batch):

@@ -31,6 +31,7 @@ from comlrl_lightning.distributed import rank, sum_over_ranks
 from comlrl_lightning.metrics import preference_keys
 from comlrl_lightning.rollouts.buffer import CreditedNode
 from comlrl_lightning.rollouts.collect import TaskInterface
+from comlrl_lightning.rollouts.scoring import RewardWorkers
 from comlrl_lightning.rollouts.types import Rollouts
 
 PolicyName = CriticFreeName | ActorCriticName
@@ -129,7 +130,8 @@ class MARLHF(PreferenceModule):
     def _learned_interface(self) -> TaskInterface:
         """The task with the reward model's scores, as they are standardized in this round, as its reward."""
         reward = LearnedReward(self.reward_learner, Moments(self.rounds.offset, self.rounds.scale))
-        return replace(self.interface, reward=reward.checked(self.num_agents))
+        # It is no function of the user: it runs in place, where its weights are.
+        return replace(self.interface, reward=reward.checked(self.num_agents), workers=RewardWorkers())
 
     @override
     def _training_interface(self) -> TaskInterface:

@@ -17,7 +17,7 @@ Group = Sequence[Parameter]
 def average_gradients(groups: Sequence[Group], num_nodes: int, is_active: Sequence[bool]) -> list[bool]:
     """Turn local sums of gradients into the mean over the nodes of all ranks.
 
-    A group without a gradient on any rank keeps none, so that an optimizer with momentum does not move it.
+    A parameter without a gradient on any rank keeps none, so that an optimizer with momentum does not move it.
 
     Args:
         groups: `[N]` parameters of each agent.
@@ -38,9 +38,11 @@ def average_gradients(groups: Sequence[Group], num_nodes: int, is_active: Sequen
 def _average(group: Group, total: float) -> None:
     if world_size() > 1:
         flat = torch.cat([_gradient(parameter).flatten() for parameter in group])
-        parts = torch.split(all_reduce_sum(flat), [parameter.numel() for parameter in group])
-        for parameter, part in zip(group, parts, strict=True):
-            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+        found = flat.new_tensor([parameter.grad is not None for parameter in group])
+        sizes = [*(parameter.numel() for parameter in group), len(group)]
+        *parts, counts = torch.split(all_reduce_sum(torch.cat([flat, found])), sizes)
+        for parameter, part, count in zip(group, parts, counts.tolist(), strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype) if count else None
     for parameter in group:
         if parameter.grad is not None:
             parameter.grad.div_(total)

@@ -288,6 +288,15 @@ class PreferenceModule(CooperativeModule):
         return {**super().counters(), **{name: float(count) for name, count in counts.items()}}
 
     @override
+    def get_extra_state(self) -> dict[str, int]:
+        return {**super().get_extra_state(), "task_reward_scores": self.rounds.task_reward_scores}
+
+    @override
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        super().set_extra_state(state)
+        self.rounds = replace(self.rounds, task_reward_scores=state["task_reward_scores"])
+
+    @override
     def progress(self) -> RoundProgress:
         return self.rounds
 

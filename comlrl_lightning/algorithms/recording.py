@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from comlrl_lightning.metrics import LEARNED, UNPARSED, MetricTable, agent_key, part_key, turn_key
+from comlrl_lightning.metrics import LEARNED, REWARD_TIMEOUTS, UNPARSED, MetricTable, agent_key, part_key, turn_key
 from comlrl_lightning.rollouts.buffer import CreditedNode, assign_credit
 from comlrl_lightning.rollouts.collect import RolloutShape
 from comlrl_lightning.rollouts.types import Node, Rollouts
@@ -56,6 +56,7 @@ def record_collection(table: MetricTable, rollouts: Rollouts) -> None:
             table.update(agent_key(agent, "completion_tokens"), _column([len(one.token_ids) for one in group]))
             table.update(agent_key(agent, "truncated_share"), _column([one.truncated for one in group]))
     record_unparsed(table, rollouts)
+    record_late(table, rollouts)
     table.update("time/generation", rollouts.generation_seconds)
     table.update("time/reward", rollouts.reward_seconds)
 
@@ -65,6 +66,12 @@ def record_unparsed(table: MetricTable, rollouts: Rollouts) -> None:
     num_scored = rollouts.num_scored
     if num_scored and any(node.sections is not None for node in rollouts.nodes):
         table.update(UNPARSED, rollouts.num_unparsed / num_scored, num_scored)
+
+
+def record_late(table: MetricTable, rollouts: Rollouts) -> None:
+    """How many calls of the reward function ran out of time, where a reward stands for them."""
+    if rollouts.num_late is not None:
+        table.update(REWARD_TIMEOUTS, float(rollouts.num_late))
 
 
 def record_final_rewards(table: MetricTable, rollouts: Rollouts) -> None:

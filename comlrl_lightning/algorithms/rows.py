@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 
 import torch
 from torch import Tensor
 
+from comlrl_lightning.distributed import all_reduce_sum
 from comlrl_lightning.metrics import MetricTable, agent_key
 from comlrl_lightning.rollouts.types import Completion
 
@@ -56,6 +58,7 @@ class UpdateStats:
     value_loss: Tensor = field(init=False)
     num_values: int = 0
     """Joint completions that the critics judged."""
+    _lock: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.value_loss = torch.zeros(self.num_agents, dtype=torch.float64)
@@ -63,10 +66,12 @@ class UpdateStats:
         self.sums = torch.zeros(self.num_agents, 7, dtype=torch.float64)
 
     def add(self, agents: Tensor, losses: Tensor, columns: Sequence[Tensor]) -> None:
-        """Add the `[R]` losses and `[R]` columns of the rows of `[R]` agents."""
-        self.loss.index_add_(0, agents, losses.detach().double().cpu())
+        """Add the `[R]` losses and `[R]` columns of the rows of `[R]` agents, from any thread."""
         rows = torch.stack([column.detach().double().cpu() for column in columns], dim=1)
-        self.sums.index_add_(0, agents, rows)
+        losses = losses.detach().double().cpu()
+        with self._lock:
+            self.loss.index_add_(0, agents, losses)
+            self.sums.index_add_(0, agents, rows)
 
     def add_values(self, losses: Tensor) -> None:
         """Add the `[R, O]` value losses of joint completions; a single output is everybody's."""
@@ -74,18 +79,20 @@ class UpdateStats:
         self.num_values += len(losses)
 
     def record(self, table: MetricTable, num_nodes: int) -> None:
-        """Write the means of this optimizer step to the metrics."""
+        """Write the means of this optimizer step to the metrics. Call it on every rank."""
+        of_all_ranks = all_reduce_sum(self.sums[:, 4:])
         for agent in range(self.num_agents):
             table.update(agent_key(agent, "loss"), self.loss[agent] / max(num_nodes, 1), float(num_nodes))
             if self.num_values:
                 table.update(agent_key(agent, "value_loss"), self.value_loss[agent] / self.num_values, self.num_values)
-            tokens, clipped, entropy, gap, completions, ratios, squared_ratios = self.sums[agent].tolist()
+            tokens, clipped, entropy, gap, num_here, *_ = self.sums[agent].tolist()
             if tokens:
                 table.update(agent_key(agent, "clip_share"), clipped / tokens, tokens)
                 table.update(agent_key(agent, "entropy"), entropy / tokens, tokens)
                 table.update(agent_key(agent, "sampler_gap"), gap / tokens, tokens)
-                share = ratios**2 / (completions * squared_ratios)
-                table.update(agent_key(agent, "effective_sample_size"), share, completions)
+                completions, ratios, squared_ratios = of_all_ranks[agent].tolist()
+                share = ratios**2 / (completions * squared_ratios)  # a ratio of sums is no mean over ranks
+                table.update(agent_key(agent, "effective_sample_size"), share, num_here)
 
 
 def sequence_lengths(completions: Sequence[Completion]) -> list[int]:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from comlrl_lightning.agents.sharding import Lockstep
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.algorithms.checks import OptimizerFactory, SchedulerFactory
 from comlrl_lightning.algorithms.hparams import from_plain
@@ -79,6 +80,8 @@ class BufferedUpdates(LightningModule):
     optimizer: OptimizerFactory
     lr_scheduler: SchedulerFactory | None
     missing_factories: Mapping[str, Any]
+    lockstep: Lockstep | None = None
+    """What passes of sharded models go through; None: the models are whole."""
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -97,6 +100,15 @@ class BufferedUpdates(LightningModule):
     def parameter_groups(self) -> dict[str, dict[str, Parameter]]:
         """Everything that is trained, by group."""
         return self.learner.parameter_groups()
+
+    @override
+    def get_extra_state(self) -> dict[str, int]:
+        """The counters, which go with the weights: a fit in processes of its own brings back nothing else."""
+        return {"env_step": self.env_step, "update_step": self.update_step}
+
+    @override
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.env_step, self.update_step = state["env_step"], state["update_step"]
 
     def _buffer_is_full(self) -> bool:
         """Whether the buffers of all ranks together hold enough; the same answer on every rank."""
@@ -157,6 +169,8 @@ class BufferedUpdates(LightningModule):
 
     def _backward(self, loss: Tensor) -> None:
         """Gradients of this rank alone; `average_gradients` adds the ranks once per optimizer step."""
+        if self.lockstep is not None:
+            loss = self.lockstep.with_idle(loss)
         model = self.trainer.strategy.model
         with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
             self.manual_backward(loss)

@@ -192,7 +192,7 @@ class FixedModel(Comparator):
         return [] if self._team is None else [self._team]
 
     def sampler(self, team: AgentTeam) -> Sampler:
-        """The models, on the device of the agents.
+        """The models, each on the device of its agent.
 
         Raises:
             ValueError: There is not one model per agent.
@@ -205,7 +205,7 @@ class FixedModel(Comparator):
                 f"FixedModel(agents=...) describes {self._team.num_agents} agents, but {team.num_agents} are trained. "
                 "Describe as many, or let one model write all answers: generation='centralized'."
             )
-        self._team.to(team.speaker(0).device)
+        self._team.follow(team)
         return ForeignSampler(team, partial(self._ask, team), joint_format, self._counts)
 
     def _ask(

@@ -20,7 +20,7 @@ from comlrl_lightning.collaboration import (
     split_or_empty,
 )
 from comlrl_lightning.preferences.api import Answer
-from comlrl_lightning.rollouts.collect import user_code
+from comlrl_lightning.rollouts.modes import user_code
 from comlrl_lightning.rollouts.types import Completion
 
 if TYPE_CHECKING:

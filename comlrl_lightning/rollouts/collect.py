@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
 from statistics import fmean
 from typing import Any, Protocol
-
-import torch
 
 from comlrl_lightning.agents.generation import GenerationRequest
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.collaboration import JointFormat, merged_prompt, split_or_empty
 from comlrl_lightning.interface import Formatters, RewardFunction, Transition
+from comlrl_lightning.reward_function import RewardCall
+from comlrl_lightning.rollouts.modes import user_code
+from comlrl_lightning.rollouts.scoring import RewardWorkers
 from comlrl_lightning.rollouts.types import Completion, Node, Prompt, Rollouts, joint_indices, texts
 
 Progress = Callable[[int, int], None]
@@ -44,6 +44,8 @@ class TaskInterface:
     external_prompt_passthrough: bool = False
     joint_format: JointFormat | None = None
     """How one model is asked to answer for all agents; None: each agent answers."""
+    workers: RewardWorkers = field(default_factory=RewardWorkers)
+    """Where the reward runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,28 +95,6 @@ class _Branch:
     response_history: tuple[tuple[str, ...], ...]
 
 
-@contextmanager
-def user_code() -> Iterator[None]:
-    """Run a user's function without autocast, with gradients, and with float32 as torch's default dtype.
-
-    Torch's modes and defaults are afterwards what they were, whatever the function did to them.
-    """
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with (
-            torch.autocast("cpu", enabled=False),
-            torch.autocast("cuda", enabled=False),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-        ):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        if torch.get_default_device() != device:
-            torch.set_default_device(None if device.type == "cpu" else device)
-
-
 class Collector:
     """Rolls a team out on task items.
 
@@ -157,7 +137,8 @@ class Collector:
         Returns:
             The scored nodes, breadth first.
         """
-        self._items, self._indices, self._num_unparsed = items, indices, 0
+        self._items, self._indices = items, indices
+        self._num_unparsed = self._num_late = 0
         nodes: list[Node] = []
         generation_seconds = reward_seconds = 0.0
         branches = [self._root(task) for task in range(len(items))]
@@ -167,10 +148,8 @@ class Collector:
             started = time.perf_counter()
             sampled = self._sample(branches, turn)
             generated = time.perf_counter()
-            if self.shape.trajectories:
-                branches, scored = self._score_trajectories(branches, turn, sampled)
-            else:
-                scored = [self._score(branch, turn, group) for branch, group in zip(branches, sampled, strict=True)]
+            branches, groups = self._unscored(branches, turn, sampled)
+            scored = self._scored(groups)
             reward_seconds += time.perf_counter() - generated
             generation_seconds += generated - started
             first = len(nodes)
@@ -183,7 +162,8 @@ class Collector:
                     for child in self._children(branch, node, position)
                 ]
         seconds = generation_seconds, reward_seconds
-        return Rollouts(tuple(items), tuple(indices), tuple(nodes), *seconds, self._num_unparsed)
+        num_late = None if self.interface.workers.timeout_value is None else self._num_late
+        return Rollouts(tuple(items), tuple(indices), tuple(nodes), *seconds, self._num_unparsed, num_late)
 
     def _root(self, task: int) -> _Branch:
         with user_code():
@@ -218,6 +198,28 @@ class Collector:
             return (merged_prompt(self.interface.joint_format, branch.prompts),)
 
     def _unscored(
+        self, branches: list[_Branch], turn: int, sampled: Sequence[tuple[tuple[Completion, ...], ...]]
+    ) -> tuple[list[_Branch], list[list[Node]]]:
+        """The branches and their nodes without rewards, in groups that one call of the reward scores.
+
+        In a tree each node is one. Of trajectories every sample is a branch and a node of its own, and those of a task
+        are scored together.
+        """
+        pairs = list(zip(branches, sampled, strict=True))
+        if not self.shape.trajectories:
+            return branches, [[self._node(branch, turn, completions, self.joint)] for branch, completions in pairs]
+        singles = [
+            (replace(branch, path=(*branch.path, sample)), tuple((group[sample],) for group in groups))
+            for branch, groups in pairs
+            for sample in range(len(groups[0]))
+        ]
+        joint = ((0,) * self.team.num_agents,)
+        nodes = [self._node(branch, turn, completions, joint) for branch, completions in singles]
+        # Nodes of a task stand together: their branches were made task by task, and none moves.
+        groups = [list(group) for _, group in groupby(nodes, key=lambda node: node.task)]
+        return [branch for branch, _ in singles], groups
+
+    def _node(
         self,
         branch: _Branch,
         turn: int,
@@ -234,44 +236,27 @@ class Collector:
         self._num_unparsed += sum(not found for _, found in split)
         return replace(node, sections=tuple(answers for answers, _ in split))
 
-    def _score(self, branch: _Branch, turn: int, completions: tuple[tuple[Completion, ...], ...]) -> Node:
-        node = self._unscored(branch, turn, completions, self.joint)
-        rewards, of_agents = self._rewards(branch.task, turn, texts(node), branch.prompts)
-        return replace(node, rewards=rewards, agent_rewards=of_agents)
+    def _scored(self, groups: Sequence[Sequence[Node]]) -> list[Node]:
+        """All nodes with their rewards; one model that answers for all agents gets the mean of theirs."""
+        reward = self.interface.reward
+        scores = self.interface.workers.score(reward, [self._reward_call(group) for group in groups])
+        self._num_late += scores.num_late
+        own = reward.per_agent and self.interface.joint_format is None
+        nodes = []
+        for group, rows in zip(groups, scores.rows, strict=True):
+            rest = map(tuple, rows)
+            for node in group:
+                of_agents = tuple(islice(rest, len(node.joint)))
+                means = tuple(map(fmean, of_agents))
+                nodes.append(replace(node, rewards=means, agent_rewards=of_agents if own else None))
+        return nodes
 
-    def _score_trajectories(
-        self, branches: Sequence[_Branch], turn: int, sampled: Sequence[tuple[tuple[Completion, ...], ...]]
-    ) -> tuple[list[_Branch], list[Node]]:
-        """Every sample as a branch and a node of its own, scored by one call per task."""
-        singles = [
-            (replace(branch, path=(*branch.path, sample)), tuple((group[sample],) for group in groups))
-            for branch, groups in zip(branches, sampled, strict=True)
-            for sample in range(len(groups[0]))
-        ]
-        joint = ((0,) * self.team.num_agents,)
-        nodes: list[Node] = []
-        # Branches of a task stand together: they were made task by task, and none moves.
-        for task, group in groupby(singles, key=lambda single: single[0].task):
-            unscored = [self._unscored(branch, turn, completions, joint) for branch, completions in group]
-            per_agent = list(zip(*(node.answers(0) for node in unscored), strict=True))
-            prompts = unscored[0].prompts if turn == 1 else None
-            rewards, of_agents = self._rewards(task, turn, per_agent, prompts)
-            for place, node in enumerate(unscored):
-                own = None if of_agents is None else (of_agents[place],)
-                nodes.append(replace(node, rewards=(rewards[place],), agent_rewards=own))
-        return [branch for branch, _ in singles], nodes
-
-    def _rewards(
-        self, task: int, turn: int, completions: Sequence[Sequence[str]], prompts: tuple[Prompt, ...] | None
-    ) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...] | None]:
-        """`[J]` rewards and, if each agent has its own, `[J][N]` those. One model for all gets their mean."""
-        reward, item, index = self.interface.reward, self._items[task], self._indices[task]
-        with user_code():
-            if not reward.per_agent:
-                return tuple(reward(completions, item=item, prompts=prompts, turn=turn, item_index=index)), None
-            rows = reward.of_agents(completions, item=item, prompts=prompts, turn=turn, item_index=index)
-        own = tuple(map(tuple, rows)) if self.interface.joint_format is None else None
-        return tuple(fmean(row) for row in rows), own
+    def _reward_call(self, nodes: Sequence[Node]) -> RewardCall:
+        first = nodes[0]
+        per_agent = [[text for part in parts for text in part] for parts in zip(*map(texts, nodes), strict=True)]
+        # The trajectories of a task part after the first turn: they have no prompts in common.
+        prompts = None if self.shape.trajectories and first.turn > 1 else first.prompts
+        return RewardCall(per_agent, self._items[first.task], prompts, first.turn, self._indices[first.task])
 
     def _children(self, branch: _Branch, node: Node, position: int) -> Iterator[_Branch]:
         for index in range(len(node.joint)):

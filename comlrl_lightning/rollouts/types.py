@@ -110,6 +110,8 @@ class Rollouts:
     """Wall time of the user's reward function."""
     num_unparsed: int = 0
     """Completions of a model that answers for all in which no agent's answer was found."""
+    num_late: int | None = None
+    """Calls of the reward function that ran out of time; None where that is an error."""
 
     @property
     def num_scored(self) -> int:
@@ -169,6 +171,7 @@ def merge_rollouts(parts: Iterable[Rollouts]) -> Rollouts:
         node = parts[part].nodes[position]
         parent = None if node.parent is None else (moved[part, node.parent[0]], node.parent[1])
         nodes.append(replace(node, task=slot[part, node.task], parent=parent))
+    late = [part.num_late for part in parts if part.num_late is not None]
     return Rollouts(
         tuple(parts[part].items[task] for _, part, task in tasks),
         tuple(index for index, _, _ in tasks),
@@ -176,6 +179,7 @@ def merge_rollouts(parts: Iterable[Rollouts]) -> Rollouts:
         sum(part.generation_seconds for part in parts),
         sum(part.reward_seconds for part in parts),
         sum(part.num_unparsed for part in parts),
+        sum(late) if late else None,
     )
 
 

@@ -26,12 +26,17 @@ class PaperTeam:
     """Scores every one-token completion by a function of its text; remembers what it was asked."""
 
     device = torch.device("cpu")
+    concurrent = False
 
     def __init__(self, num_agents: int, policy: ScoreFunction, reference: ScoreFunction | None = None) -> None:
         self.num_agents = num_agents
         self.policy = policy
         self.reference = reference or policy
         self.asked: list[list[str]] = []
+
+    def speaker(self, agent: int) -> PaperTeam:
+        """One for all."""
+        return self
 
     def log_probs(
         self, completions: Sequence[Completion], *, temperature: float, reference: bool = False

@@ -13,6 +13,7 @@ from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.collaboration import JointFormat, TaggedSections
 from comlrl_lightning.interface import Formatters, RewardFunction, Transition
 from comlrl_lightning.rollouts.collect import Collector, RolloutShape, TaskInterface
+from comlrl_lightning.rollouts.scoring import RewardWorkers
 from comlrl_lightning.rollouts.types import Completion, Prompt
 
 KEY = (7, 0, 3)
@@ -118,6 +119,7 @@ def make_collector(
     progress: Callable[[int, int], None] | None = None,
     per_agent: bool = False,
     joint_format: JointFormat | None = None,
+    workers: RewardWorkers | None = None,
     **shape: Any,
 ) -> Collector:
     """A collector for a fake team; what is not said is K=2, one turn, aligned, reward 0, a silent world.
@@ -133,5 +135,6 @@ def make_collector(
         Transition(transition or World(), num_agents),
         passthrough,
         joint_format,
+        workers or RewardWorkers(),
     )
     return Collector(team, interface, RolloutShape(**{"num_generations": 2, **shape}), SAMPLING, KEY, progress)

@@ -1,0 +1,183 @@
+"""Checkpoints of other runs and models, checkpoints that are none, and secrets that must not be in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from comlrl_lightning import MAGRPO, LoraSettings, Sampling, Separate, SharedBase, TaskDataModule
+from comlrl_lightning.algorithms import MADPO
+from comlrl_lightning.algorithms.bases import config_hash
+from comlrl_lightning.preferences.comparators import APIComparator
+from tests.algorithms.support import ITEMS, MAKERS, fit, make_trainer, tiny_agents, uneven_reward
+from tests.faults.registry import Fault, Refused, faults
+from tests.faults.runs import new_module
+from tests.tiny_lm import save_tiny, tiny_llama, tiny_qwen2, tiny_tokenizer
+
+LORA = LoraSettings(rank=2)
+
+
+def two(*models: Any) -> Separate:
+    """Adapters on two models."""
+    return Separate(list(models), lora=LORA, tokenizers=[tiny_tokenizer(), tiny_tokenizer()])
+
+
+def saved(folder: Path, agents: Any = None, **settings: Any) -> Path:
+    """The checkpoint of a fit of one step."""
+    module = new_module(agents=agents or tiny_agents(dtype=torch.float32), **settings)
+    trainer: Trainer = fit(module, ITEMS[:1])
+    trainer.save_checkpoint(folder / "saved.ckpt")
+    return folder / "saved.ckpt"
+
+
+def go_on(checkpoint: Path, agents: Any = None, **settings: Any) -> None:
+    """A fit that goes on from a checkpoint."""
+    module = new_module(agents=agents or tiny_agents(dtype=torch.float32), **settings)
+    make_trainer(max_epochs=2).fit(module, TaskDataModule(ITEMS[:1]), ckpt_path=checkpoint)
+
+
+def another_loaded_base(folder: Path) -> None:
+    """Loaded models have no name in the settings; only the checkpoint's own note tells them apart."""
+    wider = SharedBase(tiny_llama(rope_theta=5e5), num_agents=2, lora=LORA, tokenizer=tiny_tokenizer())
+    base = SharedBase(tiny_llama(), num_agents=2, lora=LORA, tokenizer=tiny_tokenizer())
+    go_on(saved(folder, base), wider)
+
+
+def another_family(folder: Path) -> None:
+    path = saved(folder, two(tiny_llama(), tiny_llama()))
+    MAGRPO.load_from_checkpoint(path, agents=two(tiny_qwen2(), tiny_llama()))
+
+
+def another_named_base(folder: Path) -> None:
+    first, second = (save_tiny(folder / name, tiny_llama(), tiny_tokenizer()) for name in ("first", "second"))
+    go_on(saved(folder, SharedBase(first, num_agents=2)), SharedBase(second, num_agents=2))
+
+
+def another_order(folder: Path) -> None:
+    path = saved(folder, two(tiny_llama(), tiny_qwen2()))
+    MAGRPO.load_from_checkpoint(path, agents=two(tiny_qwen2(), tiny_llama()))
+
+
+def fewer_agents(folder: Path) -> None:
+    base = SharedBase(tiny_llama(), num_agents=3, lora=LORA, tokenizer=tiny_tokenizer())
+    MAGRPO.load_from_checkpoint(saved(folder, base), agents=tiny_agents(dtype=torch.float32))
+
+
+def foreign(folder: Path) -> None:
+    torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.0"}, folder / "foreign.ckpt")
+    go_on(folder / "foreign.ckpt")
+
+
+def cut(folder: Path) -> None:
+    path = saved(folder)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    go_on(path)
+
+
+CASES = (
+    Refused(
+        "checkpoints",
+        "another base model, both given by name",
+        "agents.model='...second' differs from the checkpoint's agents.model='...first': going on would mix two runs.",
+        another_named_base,
+    ),
+    Refused(
+        "checkpoints",
+        "another base model, both loaded objects",
+        "agent_0 was trained on a loaded model (LlamaForCausalLM, configuration ...), but here it stands on a loaded"
+        " model (LlamaForCausalLM, configuration ...), where its weights mean nothing.",
+        another_loaded_base,
+    ),
+    Refused(
+        "checkpoints",
+        "a model of another family under one of the agents, for an evaluation",
+        "agent_0 was trained on a loaded model (LlamaForCausalLM ... stands on a loaded model (Qwen2ForCausalLM",
+        another_family,
+    ),
+    Refused(
+        "checkpoints",
+        "the agents in another order",
+        "The agents are in another order: the checkpoint's are a loaded model (LlamaForCausalLM, ...), a loaded model"
+        " (Qwen2ForCausalLM, ...), this module's are a loaded model (Qwen2ForCausalLM, ... Give agents= in the"
+        " checkpoint's order.",
+        another_order,
+    ),
+    Refused(
+        "checkpoints",
+        "fewer agents",
+        "The checkpoint is of 3 language models, this module has 2.",
+        fewer_agents,
+    ),
+    Refused(
+        "checkpoints",
+        "another seed",
+        "seed=1 differs from the checkpoint's seed=0: going on would mix two runs. Use the checkpoint's value",
+        lambda folder: go_on(saved(folder), seed=1),
+    ),
+    Refused(
+        "checkpoints",
+        "a checkpoint of another program",
+        "The checkpoint was not saved by comlrl_lightning. Load its weights with agents= instead.",
+        foreign,
+    ),
+    Refused("checkpoints", "a checkpoint that was cut", "PytorchStreamReader failed", cut, RuntimeError),
+    Refused(
+        "checkpoints",
+        "a checkpoint that is not there",
+        "Checkpoint file not found: ... nosuch.ckpt",
+        lambda folder: go_on(folder / "nosuch.ckpt"),
+        FileNotFoundError,
+    ),
+)
+
+
+@faults(*CASES)
+def test_refused(fault: Refused, tmp_path: Path) -> None:
+    fault.check(tmp_path)
+
+
+def test_a_folder_may_move(tmp_path: Path) -> None:
+    first, second = (save_tiny(tmp_path / name, tiny_llama(), tiny_tokenizer()) for name in ("first", "second"))
+    path = saved(tmp_path, SharedBase(first, num_agents=2, lora=LORA))
+    module = MAGRPO.load_from_checkpoint(path, agents=SharedBase(second, num_agents=2, lora=LORA))
+    assert module.env_step == 2
+
+
+def test_the_hash_is_of_what_counts() -> None:
+    hashes = [config_hash(make(seed=0).config) for make in MAKERS]
+    assert len({*hashes, config_hash(tiny_llama(rope_theta=5e5).config)}) == 4
+    other_weights = tiny_llama(seed=3)
+    other_weights.config.use_cache, other_weights.config.eos_token_id = False, [1, 2]
+    assert config_hash(other_weights.config) == hashes[0]
+
+
+SECRET = "sk-3f9a77c0d1"
+
+
+@faults(
+    Fault(
+        "checkpoints",
+        "a key in an environment variable that a comparator uses",
+        "the checkpoint holds the variable's name and not the key, and loads with weights_only=True",
+    )
+)
+def test_no_key_in_a_checkpoint(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CHAT_KEY", "HF_TOKEN", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, SECRET)
+    comparator = APIComparator(
+        provider="openai", model="tiny", base_url="http://127.0.0.1:9/v1", api_key_env="CHAT_KEY"
+    )
+    agents = tiny_agents(dtype=torch.float32)
+    module = MADPO(agents, uneven_reward, sampling=Sampling(max_new_tokens=3), comparator=comparator)
+    trainer = make_trainer(limit_train_batches=0)
+    trainer.fit(module, TaskDataModule(ITEMS[:1]))
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    content = (tmp_path / "saved.ckpt").read_bytes()
+    assert SECRET.encode() not in content
+    assert b"CHAT_KEY" in content
+    assert torch.load(tmp_path / "saved.ckpt", weights_only=True)["state_dict"]
