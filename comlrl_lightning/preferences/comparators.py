@@ -71,6 +71,10 @@ class Comparator(ABC):
         """Go on from what `state_dict` returned."""
         return
 
+    def reset(self) -> None:
+        """Forget a former run, before another one begins."""
+        return
+
     def pop_counts(self) -> SectionCounts:
         """Joint completions that one model wrote for all agents on this rank since the last call."""
         return SectionCounts()
@@ -105,12 +109,14 @@ class HistoryPolicy(Comparator):
 
     def begin_round(self, number: int, team: AgentTeam) -> None:
         """Keep the weights that the agents begin a round with, and drop those that no later round needs."""
-        if any(kept > number for kept in self._weights):  # what is left of a former run
-            self._weights.clear()
         if number not in self._weights:
             self._weights[number] = weights_of(team)
         for kept in [kept for kept in self._weights if kept < number - self.rounds_back]:
             del self._weights[kept]
+
+    def reset(self) -> None:
+        """Forget all weights."""
+        self._weights.clear()
 
     def sampler(self, team: AgentTeam) -> Sampler:
         """The team with its earlier weights."""
