@@ -99,7 +99,7 @@ class TestEpochs:
             warnings.filterwarnings("error", message=".*ends inside a round")
             fit(direct(), ITEMS[:1], 1, max_epochs=4)
 
-    @pytest.mark.parametrize("batch_size", [2, None])
+    @pytest.mark.parametrize("batch_size", [3, None])
     def test_each_learning_epoch_is_one_pass_over_the_pairs(self, batch_size: int | None) -> None:
         module = direct(learning_epochs=2, train_batch_size=batch_size)
         taken: list[tuple[int, list[PreferencePair]]] = []
@@ -117,9 +117,9 @@ class TestEpochs:
             assert len(order) == len(pairs) == len(set(pairs))
             assert set(order) == set(pairs)
         assert orders[0] != orders[1]
-        # Four items of two pairs each, fewer where answers tie: steps of two pairs, whatever an item brought.
+        # Four items bring two pairs each: 8 pairs make mini-batches of 3, 3, 2, and shares are two each.
         sizes = [len(rows) for _, rows in taken]
-        assert batch_size is None or sorted(sizes)[2:] == [2] * (len(sizes) - 2)
+        assert sizes == ([3, 3, 2] if batch_size else [2, 2, 2, 2]) * 2
 
     def test_a_round_has_as_many_epochs_as_were_asked_for(self) -> None:
         assert direct(learning_epochs=3).epochs_per_round == 4
