@@ -160,7 +160,8 @@ class PreferenceModule(CooperativeModule):
     def on_fit_start(self) -> None:
         super().on_fit_start()
         max_epochs = self.trainer.max_epochs
-        if max_epochs is not None and max_epochs > 0 and max_epochs % self.epochs_per_round:
+        is_rehearsal = bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
+        if not is_rehearsal and max_epochs is not None and max_epochs > 0 and max_epochs % self.epochs_per_round:
             rank_zero_warn(
                 f"Trainer(max_epochs={max_epochs}) ends inside a round of {self.epochs_per_round} epochs. Use"
                 " num_rounds * module.epochs_per_round."

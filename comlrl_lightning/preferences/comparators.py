@@ -71,10 +71,6 @@ class Comparator(ABC):
         """Go on from what `state_dict` returned."""
         return
 
-    def reset(self) -> None:
-        """Forget a former run, before another one begins."""
-        return
-
     def pop_counts(self) -> SectionCounts:
         """Joint completions that one model wrote for all agents on this rank since the last call."""
         return SectionCounts()
@@ -113,10 +109,6 @@ class HistoryPolicy(Comparator):
             self._weights[number] = weights_of(team)
         for kept in [kept for kept in self._weights if kept < number - self.rounds_back]:
             del self._weights[kept]
-
-    def reset(self) -> None:
-        """Forget all weights."""
-        self._weights.clear()
 
     def sampler(self, team: AgentTeam) -> Sampler:
         """The team with its earlier weights."""
