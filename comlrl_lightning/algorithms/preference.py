@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from comlrl_lightning.algorithms.checkpoint import KEY
-from comlrl_lightning.algorithms.checks import check_kind, check_whole, refuse_settings
+from comlrl_lightning.algorithms.checks import check_whole, refuse_settings
 from comlrl_lightning.algorithms.cooperative import CooperativeModule
 from comlrl_lightning.algorithms.evaluating import COMPARE, TRAIN
 from comlrl_lightning.algorithms.hparams import from_plain, to_plain
@@ -115,9 +115,16 @@ class PreferenceModule(CooperativeModule):
         self.save_hyperparameters(given)
         self.comparator: Comparator | None = from_plain("comparator", comparator)
         self.replay: Replay = from_plain("replay", replay)
-        if self.comparator is not None:
-            check_kind(Comparator, comparator=self.comparator)
-        check_kind(Replay, replay=self.replay)
+        if self.comparator is not None and not isinstance(self.comparator, Comparator):
+            raise ValueError(
+                f"comparator={self.comparator!r} is no comparator. Use CurrentPolicy(), FrozenCopy(),"
+                " HistoryPolicy(...), FixedModel(...), APIComparator(...) or None."
+            )
+        if not isinstance(self.replay, Replay):
+            raise ValueError(
+                f"replay={self.replay!r} is no replay. Use CurrentRound(), NearestK(...), AllHistory() or"
+                " LambdaDecay(...)."
+            )
         check_whole(1, learning_epochs=learning_epochs)
         check_whole(2 if self.comparator is None else 1, num_candidates=num_candidates)
         if comparator_num_candidates is not None:
@@ -175,6 +182,8 @@ class PreferenceModule(CooperativeModule):
     @override
     def _forget_leftovers(self) -> None:
         super()._forget_leftovers()
+        if self.schedule.phase(self.current_epoch).kind == "collect":
+            self.rounds = self.rounds.without_collection()
         if self.comparator is not None:
             self.comparator.pop_counts()
 
