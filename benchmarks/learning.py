@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from comlrl_lightning import LoraSettings, Sampling, SharedBase, TaskDataModule
-from comlrl_lightning.algorithms import ALGORITHMS
+from comlrl_lightning.algorithms import POLICY_GRADIENT_ALGORITHMS
 from comlrl_lightning.rollouts.types import RolloutSource
 from comlrl_lightning.tasks import length_ratio
 
@@ -48,7 +48,7 @@ def learn(
         {"prompt": prompt, "target_min": 2.0, "target_max": 3.0}
         for prompt in (length_ratio.OPEN_PROMPTS * (num_items // len(length_ratio.OPEN_PROMPTS) + 1))[:num_items]
     ]
-    (chosen,) = (one for one in ALGORITHMS if one.__name__ == algorithm)
+    (chosen,) = (one for one in POLICY_GRADIENT_ALGORITHMS if one.__name__ == algorithm)
     module = chosen(
         agents=SharedBase(model, num_agents=2, lora=LoraSettings()),
         formatters=[length_ratio.brief_formatter, length_ratio.detailed_formatter],
@@ -91,7 +91,7 @@ def draw(curves: dict[int, list[float]], path: Path, window: int = 16) -> None:
 def main() -> None:
     """Read the command line and run every seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [algorithm.__name__ for algorithm in ALGORITHMS]
+    names = [algorithm.__name__ for algorithm in POLICY_GRADIENT_ALGORITHMS]
     parser.add_argument("--algorithm", choices=names, default="MAGRPO")
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="name or folder")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

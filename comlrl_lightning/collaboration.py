@@ -40,7 +40,7 @@ Collaboration = Literal["decentralized", "centralized"] | JointFormat
 
 
 @dataclass(frozen=True)
-class TaggedSections:
+class TaggedSections(JointFormat):
     """One section per agent, between an opening and a closing tag.
 
     A section starts at the first opening tag of its agent and ends at the next tag, whichever it is, or where the

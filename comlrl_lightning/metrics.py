@@ -36,8 +36,8 @@ DIRECT_METRICS = ("margin", "log_prob_drift")
 """Under ``agent_i/`` when policies are fitted to pairs: mean margin between winner and loser in nats, and how far the
 log-probabilities of completions have moved since they were sampled, in nats per completion."""
 PAIR_METRICS = ("pairs_per_item", "reward_gap", "comparator_reward_mean", "comparator_unparsed_share")
-"""Under ``preference/``: pairs that an item gave, mean difference of their rewards, mean reward of the comparator,
-share of its joint completions in which no agent's answer was found."""
+"""Under ``preference/``: pairs that an item gave, mean difference of their rewards, mean reward of the comparator (both
+by whatever ranks the candidates), share of its joint completions in which no agent's answer was found."""
 FIT_METRICS = ("loss", "accuracy")
 """Under ``preference/`` when policies are fitted to pairs, under ``reward_model/`` when a reward model is: mean loss
 and share of the pairs that come out right, both before the step. ``reward_model/held_out_accuracy`` is the share among

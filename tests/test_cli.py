@@ -301,3 +301,47 @@ def test_value_of_none_of_several_types() -> None:
 def test_messages_without_a_known_cause_stay_as_they_are() -> None:
     assert cause_of("Something else happened") == ""
     assert cause_of('Parser key "model": something else') == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "expected"),
+    [
+        (
+            "marlhf_length_ratio",
+            ["policy", "ActorCritic", "policy.algorithm", "IAC", "policy.critic", "ValueHead"],
+            "class_path: comlrl_lightning.ValueHead",
+        ),
+        (
+            "marlhf_length_ratio",
+            ["reward_model.model", "ModelCritic", "reward_model.model.model", "story-model"],
+            # The adapter of the default, another class, must not come along.
+            "class_path: comlrl_lightning.ModelCritic\n        init_args:\n          model: story-model\n"
+            "          models: null\n          lora: null\n",
+        ),
+        ("maac_length_ratio", ["critic", "ModelCritic", "critic.model", "story-model"], "lora: null"),
+        ("madpo_rounds", ["comparator", "FrozenCopy", "replay", "NearestK", "replay.k", "2"], "k: 2"),
+        (
+            "madpo_rounds",
+            [
+                *("comparator", "FixedModel", "comparator.agents", "SharedBase"),
+                *("comparator.agents.model", "story-model", "comparator.agents.num_agents", "2"),
+            ],
+            "class_path: comlrl_lightning.FixedModel",
+        ),
+        ("magrpo_length_ratio", ["collaboration", "TaggedSections"], "class_path: comlrl_lightning.TaggedSections"),
+    ],
+)
+def test_nested_settings_come_back_from_what_is_printed(
+    config: str, flags: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(__file__).parent.parent / "configs" / f"{config}.yaml"
+    given = [f"--model.{flag}" if place % 2 == 0 else flag for place, flag in enumerate(flags)]
+    printed = []
+    for arguments in (["--config", str(path), *given], ["--config", str(tmp_path / "printed.yaml")]):
+        with pytest.raises(SystemExit) as ended:
+            main(["fit", *arguments, "--print_config"])
+        assert ended.value.code == 0
+        printed.append(capsys.readouterr().out)
+        (tmp_path / "printed.yaml").write_text(printed[-1])
+    assert printed[0] == printed[1]
+    assert expected in printed[0]

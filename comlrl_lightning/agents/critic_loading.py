@@ -22,7 +22,7 @@ from comlrl_lightning.agents.loading import (
     without_noise,
 )
 from comlrl_lightning.agents.prompts import PromptEncoder
-from comlrl_lightning.agents.settings import is_name
+from comlrl_lightning.agents.settings import LoraSettings, is_name
 from comlrl_lightning.agents.team import AgentTeam
 
 
@@ -94,7 +94,7 @@ def _adapters_of_team(
         folder = None if settings.adapters is None else settings.adapters[agent]
         with without_noise():
             if folder is None:
-                model.adapters.network.add_adapter(name, lora_config(settings.lora))
+                model.adapters.network.add_adapter(name, lora_config(settings.lora or LoraSettings()))
             else:
                 model.adapters.network.load_adapter(str(folder), name, is_trainable=True)
         model.include_adapter(name, trained=not freeze)

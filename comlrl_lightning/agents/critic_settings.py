@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from comlrl_lightning.agents.settings import LoraSettings, check_count, is_name
@@ -31,8 +31,8 @@ class AdapterCritic:
     A central critic of agents with separate models lives on the model of agent 0.
     """
 
-    lora: LoraSettings = field(default_factory=LoraSettings)
-    """Shape of the adapter; unused when `adapters` are loaded."""
+    lora: LoraSettings | None = None
+    """Shape of the adapter; None: that of `LoraSettings()`. Unused when `adapters` are loaded."""
     hidden_size: int | None = None
     """Width of a hidden layer in the head; None: a linear head."""
     adapters: list[str] | None = None
@@ -42,7 +42,7 @@ class AdapterCritic:
 
     def __post_init__(self) -> None:
         _check_hidden_size(self)
-        if not isinstance(self.lora, LoraSettings):
+        if self.lora is not None and not isinstance(self.lora, LoraSettings):
             raise ValueError(f"AdapterCritic(lora={self.lora!r}) is not a LoraSettings. Use LoraSettings().")
         if self.max_tokens is not None:
             check_count("AdapterCritic", "max_tokens", self.max_tokens, 1)

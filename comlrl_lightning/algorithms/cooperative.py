@@ -102,7 +102,8 @@ class CooperativeModule(Evaluations):
         lr_scheduler: Makes a learning-rate schedule that steps once per optimizer step. None: constant.
         max_grad_norm: Largest gradient norm, per agent. None: no clipping.
         micro_batch_tokens: Padded tokens per forward and backward pass; changes memory and speed, never the result.
-        logging_steps: At least so many env_steps lie between two training logs; the end of a fit logs what is left.
+        logging_steps: At least so many env_steps, or optimizer steps where nothing is scored, lie between two training
+            logs; the end of a fit logs what is left.
         on_nonfinite: ``"raise"`` stops at a loss or gradient that is not finite, ``"skip"`` leaves that update out;
             their share is logged as ``nonfinite_updates``.
         seed: Seeds the adapters' first weights, and every sampled completion together with its epoch, item, path, agent
@@ -308,8 +309,9 @@ class CooperativeModule(Evaluations):
         is_last = self.trainer.is_last_batch or batch.is_last
         self._train_on(batch, is_last)
         batch.mark_trained(is_last)
+        has_scored = self.env_step > self.step_start.env_step
         self.step_start = None
-        self._log_training()
+        self._log_training(has_scored)
         meet()
 
     def _train_on(self, batch: TaskBatch, is_last: bool) -> None:
@@ -335,9 +337,10 @@ class CooperativeModule(Evaluations):
             self._warned_of_stops = True
             warn_of_rewarded_stops(self.shape)
 
-    def _log_training(self) -> None:
-        scored, updated = self.env_step - self.last_log[0], self.update_step - self.last_log[1]
-        if scored < self.updates.logging_steps and (scored or not updated):
+    def _log_training(self, has_scored: bool) -> None:
+        # Where nothing is scored, as in steps on pairs, optimizer steps count instead.
+        since = self.env_step - self.last_log[0] if has_scored else self.update_step - self.last_log[1]
+        if since < self.updates.logging_steps:
             return
         self.last_log = (self.env_step, self.update_step)
         self.log_now(self.training_metrics.pop())

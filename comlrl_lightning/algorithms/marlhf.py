@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -63,6 +64,9 @@ class MARLHF(PreferenceModule):
         preference_scoring: Literal["task", "reward_model"] = "task",
         **kwargs: Any,
     ) -> None:
+        for name in (*signature(CriticFree).parameters, *signature(ActorCritic).parameters):
+            if name in kwargs:
+                raise ValueError(f"MARLHF({name}=...) is a setting of policy=. Give it to CriticFree or ActorCritic.")
         super().__init__(*args, **kwargs)
         given = {"reward_model": to_plain(reward_model), "policy": to_plain(policy)}
         self.save_hyperparameters({**given, "preference_scoring": preference_scoring})
@@ -86,7 +90,7 @@ class MARLHF(PreferenceModule):
     def build_learners(self) -> None:
         PreferenceModule.build_learners(self)
         CooperativeModule.build_learners(self)
-        self.reward_network = build_reward_model(self.reward_model, self.team)
+        self.reward_network = build_reward_model(self.reward_model, self.team, self.num_agents)
         self.reward_learner = RewardLearner(
             self.reward_network,
             self.reward_model,
@@ -108,7 +112,7 @@ class MARLHF(PreferenceModule):
     def _learn(self, batch: TaskBatch, phase: Phase, is_last: bool) -> None:
         if phase.kind == "reward":
             self._fit_reward_model(batch, phase, is_last)
-        elif self.rounds.is_fitted:
+        elif self.rounds.pairs and self.rounds.is_fitted:
             CooperativeModule._train_on(self, batch, is_last)
 
     def _fit_reward_model(self, batch: TaskBatch, phase: Phase, is_last: bool) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from comlrl_lightning.algorithms.checkpoint import KEY
-from comlrl_lightning.algorithms.checks import check_kind, check_whole, refuse_settings
+from comlrl_lightning.algorithms.checks import check_whole, refuse_settings
 from comlrl_lightning.algorithms.cooperative import CooperativeModule
 from comlrl_lightning.algorithms.evaluating import COMPARE, TRAIN
 from comlrl_lightning.algorithms.hparams import from_plain, to_plain
@@ -115,9 +115,16 @@ class PreferenceModule(CooperativeModule):
         self.save_hyperparameters(given)
         self.comparator: Comparator | None = from_plain("comparator", comparator)
         self.replay: Replay = from_plain("replay", replay)
-        if self.comparator is not None:
-            check_kind(Comparator, comparator=self.comparator)
-        check_kind(Replay, replay=self.replay)
+        if self.comparator is not None and not isinstance(self.comparator, Comparator):
+            raise ValueError(
+                f"comparator={self.comparator!r} is no comparator. Use CurrentPolicy(), FrozenCopy(),"
+                " HistoryPolicy(...), FixedModel(...), APIComparator(...) or None."
+            )
+        if not isinstance(self.replay, Replay):
+            raise ValueError(
+                f"replay={self.replay!r} is no replay. Use CurrentRound(), NearestK(...), AllHistory() or"
+                " LambdaDecay(...)."
+            )
         check_whole(1, learning_epochs=learning_epochs)
         check_whole(2 if self.comparator is None else 1, num_candidates=num_candidates)
         if comparator_num_candidates is not None:
@@ -160,7 +167,8 @@ class PreferenceModule(CooperativeModule):
     def on_fit_start(self) -> None:
         super().on_fit_start()
         max_epochs = self.trainer.max_epochs
-        if max_epochs is not None and max_epochs > 0 and max_epochs % self.epochs_per_round:
+        is_rehearsal = bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
+        if not is_rehearsal and max_epochs is not None and max_epochs > 0 and max_epochs % self.epochs_per_round:
             rank_zero_warn(
                 f"Trainer(max_epochs={max_epochs}) ends inside a round of {self.epochs_per_round} epochs. Use"
                 " num_rounds * module.epochs_per_round."
@@ -174,6 +182,8 @@ class PreferenceModule(CooperativeModule):
     @override
     def _forget_leftovers(self) -> None:
         super()._forget_leftovers()
+        if self.schedule.phase(self.current_epoch).kind == "collect":
+            self.rounds = self.rounds.without_collection()
         if self.comparator is not None:
             self.comparator.pop_counts()
 

@@ -13,7 +13,7 @@ from comlrl_lightning.agents.team import AgentTeam, TokenScores
 from comlrl_lightning.algorithms.checks import check_at_least, check_flag, check_positive
 from comlrl_lightning.algorithms.learners import agent_group
 from comlrl_lightning.algorithms.rows import micro_batches, sequence_lengths
-from comlrl_lightning.functional import joint_preference_loss, masked_sum
+from comlrl_lightning.functional import joint_preference_loss, masked_sum, sequence_margins
 from comlrl_lightning.metrics import MetricTable, agent_key, preference_key
 from comlrl_lightning.preferences.pairs import PreferencePair
 from comlrl_lightning.rollouts.types import Completion
@@ -128,11 +128,13 @@ class PreferenceLearner:
 
     def _margins(self, scores: TokenScores) -> Tensor:
         """`[R, N]` margins of pairs whose completions stand in the order of `_rows`."""
-        sums = masked_sum(scores.log_probs, scores.completion_mask)
-        if self.settings.length_normalized:
-            sums = sums / scores.completion_mask.sum(1)
-        winner, loser = sums.view(-1, 2, self.team.num_agents).unbind(1)
-        return winner - loser
+        (winner, loser), (winner_mask, loser_mask) = (
+            table.view(-1, 2, self.team.num_agents, table.shape[1]).unbind(1)
+            for table in (scores.log_probs, scores.completion_mask)
+        )
+        return sequence_margins(
+            winner, winner_mask, loser, loser_mask, length_normalized=self.settings.length_normalized
+        )
 
     def _add_drift(self, rows: Sequence[Completion], scores: TokenScores, stats: PreferenceStats) -> None:
         sums = masked_sum(scores.log_probs, scores.completion_mask).tolist()

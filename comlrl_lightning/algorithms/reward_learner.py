@@ -29,12 +29,13 @@ from comlrl_lightning.rollouts.types import Completion, Prompt
 JointCompletion = tuple[Completion, ...]
 
 
-def build_reward_model(settings: JointRewardModel, team: AgentTeam) -> CriticTeam:
+def build_reward_model(settings: JointRewardModel, team: AgentTeam, num_agents: int) -> CriticTeam:
     """Load or make the reward model of a team; call it once per team.
 
     Args:
         settings: What it is.
         team: The agents; an `AdapterCritic` adds an adapter to the model of agent 0.
+        num_agents: N, the answers that it reads; one model may have written them all.
 
     Raises:
         ValueError: The settings do not fit the team.
@@ -44,7 +45,7 @@ def build_reward_model(settings: JointRewardModel, team: AgentTeam) -> CriticTea
             "JointRewardModel(model=AdapterCritic()) needs a frozen model under it, but agent_0 trains all weights of "
             "its own. Give Separate(lora=LoraSettings()), or use JointRewardModel(model=ModelCritic(model=...))."
         )
-    return CriticTeam.build(
+    model = CriticTeam.build(
         settings.model,
         team,
         centralized=True,
@@ -52,6 +53,8 @@ def build_reward_model(settings: JointRewardModel, team: AgentTeam) -> CriticTea
         name=REWARD_MODEL,
         freeze_backbone=settings.freeze_backbone,
     )
+    model.bodies[0].reader.check_room(num_agents)
+    return model
 
 
 class Moments(NamedTuple):

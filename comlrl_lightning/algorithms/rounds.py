@@ -105,11 +105,15 @@ class RoundProgress:
     scale: float = 1.0
     """Difference of scores that counts as 1."""
 
+    def without_collection(self) -> RoundProgress:
+        """The same without what an unfinished collection has brought: its items come again."""
+        return replace(self, num_items=0, collected=(), reward_sum=0.0, num_rewards=0)
+
     def at_round(self, number: int) -> RoundProgress:
         """The same in the collection of a round, which begins unless it runs already."""
         if number == self.number:
             return self
-        return replace(self, number=number, num_items=0, collected=(), reward_sum=0.0, num_rewards=0, pairs=())
+        return replace(self.without_collection(), number=number, pairs=())
 
     def with_step(
         self, num_items: int, pairs: Sequence[PreferencePair], rewards: Sequence[float], num_scores: int

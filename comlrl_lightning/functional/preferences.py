@@ -18,17 +18,17 @@ def sequence_margins(
     *,
     length_normalized: bool = False,
 ) -> Tensor:
-    """`[R]` how much likelier one agent's winning completion is than its losing one, as log-probabilities.
+    """`[...]` how much likelier an agent's winning completion is than its losing one, as log-probabilities.
 
     Args:
-        winner_log_probs: `[R, C]` log-probabilities of the winning completions' tokens, at the sampling temperature.
-        winner_mask: `[R, C]` True = a sampled token that counts.
-        loser_log_probs: `[R, D]` the same of the losing completions, which may be padded to another length.
-        loser_mask: `[R, D]` the same.
+        winner_log_probs: `[..., C]` log-probabilities of the winning completions' tokens, at the sampling temperature.
+        winner_mask: `[..., C]` True = a sampled token that counts.
+        loser_log_probs: `[..., D]` the same of the losing completions, which may be padded to another length.
+        loser_mask: `[..., D]` the same.
         length_normalized: Compare means over the tokens (https://arxiv.org/abs/2405.14734) instead of sums.
 
     Returns:
-        `[R]` margins; a completion without tokens counts as 0.
+        `[...]` margins; a completion without tokens counts as 0.
     """
     sides = (winner_log_probs, winner_mask), (loser_log_probs, loser_mask)
     winner, loser = (masked_sum(log_probs, mask) for log_probs, mask in sides)

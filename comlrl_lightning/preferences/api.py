@@ -12,7 +12,7 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -366,15 +366,31 @@ def _check_arguments(
     _check_number("timeout_seconds", timeout_seconds, "a number above 0", lambda value: value > 0)
     if request_fields is not None and not isinstance(request_fields, Mapping):
         raise ValueError(f"request_fields={request_fields!r} is no mapping. Give a dict of fields by name.")
-    if secret := sorted(
-        {"api_key", "key", "token", "authorization"} & {str(name).lower() for name in request_fields or ()}
-    ):
+    if secret := sorted(filter(_may_hold_a_key, _names(request_fields or {}))):
         raise ValueError(
             f"request_fields=... holds {secret[0]!r}, which would end up in every checkpoint. Put the key into an "
             "environment variable, and give its name as api_key_env."
         )
     if taken := sorted(OWN_FIELDS & set(request_fields or {})):
         raise ValueError(f"request_fields=... holds {taken[0]!r}, which the comparator sets itself. Leave it out.")
+
+
+def _names(fields: object) -> Iterator[str]:
+    """The names of all fields, nested ones included."""
+    if isinstance(fields, Mapping):
+        for name, value in fields.items():
+            yield str(name)
+            yield from _names(value)
+    elif isinstance(fields, list | tuple):
+        for value in fields:
+            yield from _names(value)
+
+
+def _may_hold_a_key(name: str) -> bool:
+    plain = name.lower().replace("-", "_")
+    return plain in ("key", "token", "authorization", "extra_headers", "headers") or plain.endswith(
+        ("api_key", "apikey", "access_key", "secret_key", "secret", "password", "_token")
+    )
 
 
 def _check_number(name: str, value: float, wanted: str, fits: Callable[[float], bool]) -> None:

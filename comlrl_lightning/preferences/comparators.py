@@ -105,8 +105,6 @@ class HistoryPolicy(Comparator):
 
     def begin_round(self, number: int, team: AgentTeam) -> None:
         """Keep the weights that the agents begin a round with, and drop those that no later round needs."""
-        if any(kept > number for kept in self._weights):  # what is left of a former run
-            self._weights.clear()
         if number not in self._weights:
             self._weights[number] = weights_of(team)
         for kept in [kept for kept in self._weights if kept < number - self.rounds_back]:

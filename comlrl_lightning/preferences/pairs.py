@@ -73,7 +73,7 @@ class Round:
     pairs: tuple[PreferencePair, ...]
     """All pairs in the order of their items; there may be none."""
     candidate_reward_mean: float
-    """Mean task reward of the joint completions that were compared."""
+    """Mean reward of the candidates, by whatever ranked them."""
 
     def to_state(self) -> dict[str, Any]:
         """Plain values for a checkpoint that loads with ``weights_only=True``."""

@@ -218,7 +218,7 @@ def test_critics_that_do_not_fit(base: str, settings: Any, centralized: bool, me
     [
         (ValueHead, {"hidden_size": 0}, r"ValueHead\(hidden_size=0\) is out of range"),
         (AdapterCritic, {"hidden_size": 1.5}, r"AdapterCritic\(hidden_size=1.5\) is out of range"),
-        (AdapterCritic, {"lora": None}, r"AdapterCritic\(lora=None\) is not a LoraSettings"),
+        (AdapterCritic, {"lora": 16}, r"AdapterCritic\(lora=16\) is not a LoraSettings"),
         (AdapterCritic, {"max_tokens": 0}, r"AdapterCritic\(max_tokens=0\) is out of range"),
         (ModelCritic, {"model": "a", "max_tokens": 0}, r"ModelCritic\(max_tokens=0\) is out of range"),
         (ModelCritic, {"model": "a", "hidden_size": -1}, r"ModelCritic\(hidden_size=-1\) is out of range"),

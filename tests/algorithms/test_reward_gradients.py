@@ -39,7 +39,7 @@ def learner_of(
     team: AgentTeam, settings: JointRewardModel = SMALL, tokens: int = 4096, noise: float = 0.3
 ) -> RewardLearner:
     """A reward model that has moved away from its start."""
-    learner = RewardLearner(build_reward_model(settings, team), settings, tokens, MetricTable(KEYS))
+    learner = RewardLearner(build_reward_model(settings, team, team.num_agents), settings, tokens, MetricTable(KEYS))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in learner.parameter_groups()["reward_model"].values():
@@ -178,7 +178,7 @@ class TestGradients:
 
     def test_it_starts_without_a_preference(self) -> None:
         team = shared_team()
-        learner = RewardLearner(build_reward_model(SMALL, team), SMALL, 4096, MetricTable(KEYS))
+        learner = RewardLearner(build_reward_model(SMALL, team, team.num_agents), SMALL, 4096, MetricTable(KEYS))
         assert learner.accuracy(talk(team)) == 0.5
 
     def test_a_head_alone(self) -> None:
@@ -226,7 +226,7 @@ class TestLearnedReward:
         # One completion of one agent holds both answers; what is read are the merged prompt and both.
         team, sections = shared_team(num_agents=1), TaggedSections()
         settings = JointRewardModel(AdapterCritic(LoraSettings(rank=4)))
-        model = build_reward_model(settings, team)
+        model = build_reward_model(settings, team, team.num_agents)
         learner = RewardLearner(model, settings, 4096, MetricTable(KEYS), sections, num_agents=2)
         with torch.no_grad():
             head_of(model).output.weight.fill_(1.0)
@@ -252,7 +252,7 @@ class TestLearnedReward:
 def test_agents_that_train_all_weights_need_another_model() -> None:
     team = AgentTeam.build(Separate([tiny_llama(), tiny_llama(1)], tokenizers=[tiny_tokenizer(), tiny_tokenizer()]))
     with pytest.raises(ValueError, match=r"JointRewardModel\(model=AdapterCritic\(\)\) needs a frozen model under it"):
-        build_reward_model(JointRewardModel(), team)
+        build_reward_model(JointRewardModel(), team, team.num_agents)
     learner = learner_of(team, JointRewardModel(another_model()))
     assert learner.scores([pair.winner for pair in talk(team)]).shape == (3,)
 
@@ -286,7 +286,7 @@ def test_it_learns_what_can_be_told_apart(make: Callable[[], AdapterCritic | Mod
     """Accuracy on items that it was not fitted to."""
     team = shared_team()
     settings = JointRewardModel(make(), held_out_share=0.3)
-    learner = RewardLearner(build_reward_model(settings, team), settings, 16_384, MetricTable(KEYS))
+    learner = RewardLearner(build_reward_model(settings, team, team.num_agents), settings, 16_384, MetricTable(KEYS))
     fitted, held_out = learner.split(separable(team, 80), seed=0)
     assert len(held_out) >= 20
     assert learner.accuracy(held_out) == 0.5

@@ -81,7 +81,8 @@ def test_the_extra_is_part_of_the_development_tools() -> None:
         ({"max_retries": -1}, "max_retries=-1"),
         ({"request_fields": ["a"]}, "request_fields=.* is no mapping"),
         ({"request_fields": {"n": 3}}, "request_fields=... holds 'n'"),
-        ({"request_fields": {"API_key": KEY}}, "request_fields=... holds 'api_key'"),
+        ({"request_fields": {"API_key": KEY}}, "request_fields=... holds 'API_key'"),
+        ({"request_fields": {"extra": [{"x-api-key": KEY}]}}, "request_fields=... holds 'x-api-key'"),
     ],
 )
 def test_arguments_are_checked_and_no_key_is_shown(settings: dict[str, Any], match: str) -> None:
