@@ -120,7 +120,7 @@ def test_on_a_second_device(case: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.second_device_run", str(out), case]
-    subprocess.run(command, check=True, timeout=120, env=environment, cwd=Path(__file__).parent.parent)
+    subprocess.run(command, check=True, timeout=240, env=environment, cwd=Path(__file__).parent.parent)
     result = json.loads(out.read_text())[case]
     if case == RESUMED:
         assert sorted(result) == ["one to two", "two to one"]

@@ -1,14 +1,14 @@
 """Frozen weights in shards, a part on each rank (FSDP2), and passes of such models that cannot wait for ever.
 
-The weights of a decoder layer come together on all ranks while it computes, so that every forward and backward pass is a
-collective call. Ranks want different numbers of them: their prompts, completions, turns and mini-batches differ. They
-agree before each pass on what is done next; a rank that does not want it does it on one token.
+The weights of a decoder layer come together on all ranks while it computes: every forward and backward pass is a
+collective call. Ranks want different numbers of them, as their prompts, completions, turns and mini-batches differ.
+They agree before each pass on what is done next; a rank that does not want it does it on one token.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from comlrl_lightning.agents.team import AgentTeam
 def shard_frozen(module: nn.Module, mesh: DeviceMesh) -> Lockstep:
     """Shard the frozen language models below a module, decoder layer by decoder layer.
 
-    Adapters, embeddings, norms and heads stay whole on every rank, and so does a model that is trained in full.
+    Adapters, embeddings, the last norm and heads stay whole on every rank, and so does a model that is trained in full.
 
     Args:
         module: What holds the models; models that are sharded already stay as they are.
@@ -72,7 +72,6 @@ def _shard(model: LanguageModel, mesh: DeviceMesh) -> None:
     adapters = set(model.adapter_parameters())
     for layer in _decoder_layers(model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=adapters)
-        layer.register_state_dict_post_hook(_leave_out_shards)
     # The root owns no weights: it makes the layers' states one.
     fully_shard(body, mesh=mesh, ignored_params=set(body.parameters()))
     # Each pass with gradients then goes back through every layer, whichever adapters act in it.
@@ -103,12 +102,6 @@ def _decoder_layers(model: LanguageModel) -> list[nn.Module]:
 def _require_gradient(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
     if torch.is_grad_enabled():
         output.requires_grad_(True)
-
-
-def _leave_out_shards(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any]) -> None:
-    """Keep frozen shards out of state dicts: nobody saves them, and to put them together takes time and memory."""
-    for name in [name for name, value in state_dict.items() if name.startswith(prefix) and isinstance(value, DTensor)]:
-        del state_dict[name]
 
 
 class Lockstep:

@@ -43,7 +43,6 @@ from comlrl_lightning.algorithms.recording import (
     warn_of_rewarded_stops,
 )
 from comlrl_lightning.algorithms.settings import PolicySettings, UpdateSettings, gathered
-from comlrl_lightning.algorithms.sharded import follow_strategy
 from comlrl_lightning.collaboration import JointFormat
 from comlrl_lightning.data import TaskBatch
 from comlrl_lightning.distributed import meet, rank, sum_over_ranks, world_size
@@ -242,12 +241,7 @@ class CooperativeModule(Evaluations):
         return [kind() for kind in (ForgetStep, TellWhatStopped) if kind not in present]
 
     @override
-    def configure_model(self) -> None:
-        if self._modules.get("team") is None:
-            self._load()
-        follow_strategy(self)
-
-    def _load(self) -> None:
+    def load_models(self) -> None:
         with seeded(self.seed, torch.get_default_device()):
             self.team = AgentTeam.build(team_settings(self.agents, self.team_size))
             if self.uses_reference:

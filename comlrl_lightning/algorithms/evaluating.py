@@ -15,6 +15,7 @@ from comlrl_lightning.algorithms.recording import (
     record_nodes,
     record_unparsed,
 )
+from comlrl_lightning.algorithms.sharded import follow_strategy
 from comlrl_lightning.algorithms.updating import BufferedUpdates
 from comlrl_lightning.data import TaskBatch
 from comlrl_lightning.distributed import gather_objects, meet
@@ -37,6 +38,16 @@ class Evaluations(BufferedUpdates):
     eval_seed: int | None
     evaluation_metrics: MetricTable
     _evaluated: list[Rollouts]
+
+    @override
+    def configure_model(self) -> None:
+        if self._modules.get("team") is None:
+            self.load_models()
+        follow_strategy(self)
+
+    def load_models(self) -> None:
+        """Load the team, and make what learns."""
+        raise NotImplementedError
 
     def _collect(
         self,

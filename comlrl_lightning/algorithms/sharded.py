@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -17,12 +18,12 @@ from comlrl_lightning.distributed import meet_by
 
 
 class ShardedParallel(ModelParallelStrategy):
-    """Trains like ``strategy="ddp"``, with the frozen weights of each decoder layer divided among the processes (FSDP2).
+    """Trains like ``strategy="ddp"``, with the frozen weights of decoder layers divided among the processes (FSDP2).
 
-    A layer's weights come together while it computes, at every token of a rollout, too: slower than ``"ddp"``, for base
-    models that no device has room for. Adapters, embeddings, norms and heads stay whole, and so do the models of critics
-    that are trained in full. Agents need adapters. Checkpoints are those of ``"ddp"`` and of one process, which can go
-    on with them.
+    A layer's weights come together while it computes, at every token of a rollout, too: slower than ``"ddp"``, and for
+    models that no device has room for. Adapters, embeddings, the last norm and heads stay whole, and so do models of
+    critics that are trained in full. Agents need adapters. Checkpoints are those of ``"ddp"`` and of one process, and
+    each can go on with them.
 
     Args:
         process_group_backend: How the processes talk. None: ``"nccl"`` on GPUs, ``"gloo"`` on CPUs.
@@ -48,8 +49,17 @@ class ShardedParallel(ModelParallelStrategy):
         super()._setup_distributed()
         self._data_parallel_size = self.world_size
 
-    # What is trained is whole on every rank. Lightning's way through FSDP2's state dicts would gather the frozen weights
-    # at every save, step an optimizer that has no state yet, and load into optimizers of its own kind only.
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            # FSDP2 goes on to use the memory that it gathers weights in, and training cannot write to what inference
+            # mode has made.
+            loop.inference_mode = False
+        trainer.predict_loop.inference_mode = False
+        super().setup(trainer)
+
+    # What is trained is whole on every rank. Lightning's way through FSDP2's state dicts would step an optimizer that
+    # has no state yet, and write and load optimizers of its own kind only.
 
     @property
     @override

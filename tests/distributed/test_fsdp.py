@@ -161,13 +161,14 @@ def test_the_same_as_ddp(variant: str) -> None:
     if "agents" in settings:
         model = {"model": tiny_model(0, torch.float32), "tokenizer": tiny_tokenizer(), "num_agents": 2, "lora": LORA}
         settings["agents"] = SharedBase(**{**model, **settings["agents"]})
-    run = make_run("iac", **settings)
+    run = make_run("magrpo" if variant == "one at a time" else "iac", **settings)
     fits, _ = two_ranks(run, **trainer)
     whole = run.on(2, **trainer)
     for ours, theirs in zip(fits, whole, strict=True):
         assert [step.tokens for step in ours.steps] == [step.tokens for step in theirs.steps]
         assert_close(ours.weights[-1], theirs.weights[-1])
-        assert ours.metrics == [(step, pytest.approx(row, rel=1e-5, abs=1e-5)) for step, row in theirs.metrics]
+        for (_, row), (_, other) in zip(ours.metrics, theirs.metrics, strict=True):
+            assert_close(row, other)
 
 
 def saved(folder: Path) -> dict[str, Any]:
@@ -213,10 +214,12 @@ def used_otherwise(world_size: int, folder: Path) -> list[Any]:
     """Validate, test and predict before a fit, `evaluate` and save the agents after it."""
     module = make_run("maac").module()
     data = TaskDataModule(tasks(2), tasks(3), batch_size=2 // world_size)
+    trainers: list[Trainer] = []
 
     def trainer() -> Trainer:
         settings: dict[str, Any] = {} if world_size == 1 else {"strategy": ShardedParallel(), "devices": 2}
-        return make_trainer(**settings)
+        trainers.append(make_trainer(**settings))
+        return trainers[-1]
 
     results: list[Any] = [
         dict(trainer().validate(module, data, verbose=False)[0]),
@@ -229,6 +232,12 @@ def used_otherwise(world_size: int, folder: Path) -> list[Any]:
     module.save_agents(folder / str(world_size))
     if world_size == 2:
         dist.barrier()
+        # Over gloo Lightning leaves it off in any case; over NCCL FSDP2 could not train after it.
+        first, second, third, fourth = trainers
+        assert not first.validate_loop.inference_mode
+        assert not second.test_loop.inference_mode
+        assert not third.predict_loop.inference_mode
+        assert not fourth.fit_loop.epoch_loop.val_loop.inference_mode
     texts = [row["completions"] for batch in predictions for row in batch]
     return [*results, texts, {name: one for name, one in module.named_parameters() if one.requires_grad}]
 
@@ -362,9 +371,10 @@ def test_what_is_refused(agents: Any, strategies: list[Any], said: str) -> None:
 
 def test_sixteen_bits_need_a_scaler() -> None:
     def said() -> str:
+        trainer = make_trainer(strategy=ShardedParallel(), devices=2, precision="16-true")
+        module = make_module(MAGRPO, tiny_agents(dtype=torch.float32))
         with pytest.raises(ValueError, match="gradient scaler") as caught:
-            trainer = make_trainer(strategy=ShardedParallel(), devices=2, precision="16-true")
-            trainer.fit(make_module(MAGRPO, tiny_agents(dtype=torch.float32)), TaskDataModule(tasks(2)))
+            trainer.fit(module, TaskDataModule(tasks(2)))
         return str(caught.value)
 
     assert "Trainer(precision='16-true')" in run_ranks(said, 2, timeout=40)[1]

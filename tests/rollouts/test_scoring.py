@@ -70,7 +70,7 @@ def in_child(pid: int) -> bool:
 class TestTheSameRewards:
     def test_eight_naps_at_the_same_time_and_in_order(self) -> None:
         # 8 calls of 0.2 s take 1.6 s one after the other. A busy machine gets three tries.
-        seconds = []
+        seconds: list[float] = []
         while len(seconds) < 3 and min(seconds, default=1.0) > 0.6:
             started = time.perf_counter()
             rows = score(naps, calls_of(*[{}] * 8), 8)
@@ -435,11 +435,12 @@ class TestProcesses:
 
 SCRIPT = """
 import os, sys, threading
-from comlrl_lightning.reward_function import RewardCall, RewardFunction
-from comlrl_lightning.rollouts.scoring import RewardWorkers
-from tests.rollouts.reward_functions import as_told
 
 if __name__ == "__main__":
+    from comlrl_lightning.reward_function import RewardCall, RewardFunction
+    from comlrl_lightning.rollouts.scoring import RewardWorkers
+    from tests.rollouts.reward_functions import as_told
+
     backend, number = sys.argv[1], int(sys.argv[2])
     call = RewardCall([["a"]], {"number": 0, "do": "start and hang", "file": sys.argv[3]}, None, 1)
     workers = RewardWorkers(1, backend, 1.0 if number == 0 else None)
@@ -472,7 +473,7 @@ def test_no_program_hangs_at_its_end(tmp_path: Path, backend: str, number: int, 
             [sys.executable, str(script), backend, str(int(number)), str(file)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stderr=stderr,
-            timeout=30,
+            timeout=50,  # less than what hangs
         )
     assert started.returncode == code
     assert said in (tmp_path / "stderr").read_text()
