@@ -120,16 +120,9 @@ class Lockstep:
         self._idle_states: list[Tensor] = []
         """Results of passes with gradients that only others wanted; they go back together with the others'."""
         self._is_agreed = False
-        self._hooks = [
-            # Before FSDP2's own hook, which gathers weights.
+        for number, model in enumerate(self._models):
+            # Before FSDP2's own hook, which begins to gather weights.
             model.causal.base_model.register_forward_pre_hook(partial(self._before_pass, number), prepend=True)
-            for number, model in enumerate(self._models)
-        ]
-
-    def close(self) -> None:
-        """Let the passes of the models go by themselves again."""
-        for hook in self._hooks:
-            hook.remove()
 
     def meet(self) -> None:
         """Do what others want until nobody wants anything more."""

@@ -128,6 +128,7 @@ class MARLHF(PreferenceModule):
         self._step_on_pairs(learner, fitted, batch, phase, is_last, self.reward_model.batch_size)
         if is_last:
             learner.record_held_out(held_out)
+        if is_last and phase.index == self.reward_model.num_epochs - 1:
             moments = learner.moments(self.rounds.pairs)
             self.rounds = replace(self.rounds, is_fitted=True, offset=moments.offset, scale=moments.scale)
 

@@ -100,6 +100,7 @@ CASES: dict[str, tuple[type[CooperativeModule], dict[str, Any], int]] = {
     "iac": (IAC, {**UNEVEN, "num_generations": 2}, 1),
     "madpo": (MADPO, {"num_candidates": 3, "reference_free": False, "agent_learning_rate": 0.01}, 2),
     "maac": (MAAC, {**UNEVEN, "num_generations": 2, "critic_type": "q", "critic": "model"}, 1),
+    "full critic": (MAAC, {**UNEVEN, "num_generations": 2, "critic": "full"}, 1),
     "marlhf": (MARLHF, {"num_candidates": 3, "policy": "MAAC", "num_generations": 1}, 3),
     "separate": (MAGRPO, {**UNEVEN, "num_generations": 2, "agents": "separate", "reference_kl_coef": 0.1}, 1),
     "history": (MADPO, {"num_candidates": 3, "comparator": HistoryPolicy(1), "agent_learning_rate": 0.01}, 4),
@@ -113,8 +114,9 @@ def make_run(case: str, **more: Any) -> Run:
     settings = {**PLAIN, **settings, **more}
     if settings.get("agents") == "separate":
         settings["agents"] = tiny_agents("separate", dtype=torch.float32)
-    if settings.get("critic") == "model":
-        settings["critic"] = ModelCritic(tiny_model(1, torch.float32), lora=LORA, tokenizer=tiny_tokenizer())
+    if settings.get("critic") in ("model", "full"):
+        lora = LORA if settings["critic"] == "model" else None
+        settings["critic"] = ModelCritic(tiny_model(1, torch.float32), lora=lora, tokenizer=tiny_tokenizer())
     if settings.get("comparator") == "fixed":
         settings["comparator"] = FixedModel(tiny_agents("separate", dtype=torch.float32))
     return Run(algorithm, settings, {"train_dataset": tasks(3), "batch_size": 2}, {"max_epochs": max_epochs})
