@@ -91,8 +91,8 @@ class BatchCheckpoint(Checkpoint):
     def _save(self, trainer: Trainer, path: Path) -> None:
         """Save under another name first: whoever looks for checkpoints finds whole ones only."""
         self._saved = [*(name for name in self._saved if name != str(path)), str(path)]
+        # The new file names the outdated ones, too: should they outlive this process, the next one removes them.
         outdated = [] if self._keep is None else self._saved[: -self._keep]
-        self._saved = self._saved[len(outdated) :]
         part = path.with_name(f".{path.name}.part")
         trainer.save_checkpoint(part, weights_only=False)
         if trainer.is_global_zero:
@@ -101,6 +101,7 @@ class BatchCheckpoint(Checkpoint):
             os.replace(part, path)
             for name in outdated:
                 _remove(Path(name))
+        self._saved = self._saved[len(outdated) :]
         trainer.strategy.barrier("BatchCheckpoint")
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, get_ident
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -28,13 +28,10 @@ from comlrl_lightning import (
     FixedModel,
     ModelCritic,
     Sampling,
-    Separate,
     TaskDataModule,
     ValueHead,
 )
-from comlrl_lightning.agents.generation import GenerationRequest
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.agents.together import SharedProgress, Stopped, run_together
 from comlrl_lightning.algorithms.checkpoint import global_rng_states, restore_global_rng_states
 from comlrl_lightning.cli import CooperativeCLI
 from tests.algorithms.support import ITEMS, MemoryLogger, echo, make_trainer, tiny_agents, uneven_reward
@@ -42,10 +39,6 @@ from tests.second_device_run import CASES, RESUMED
 from tests.tiny_lm import tiny_llama, tiny_tokenizer
 
 CPU = torch.device("cpu")
-
-
-def critic() -> ModelCritic:
-    return ModelCritic(tiny_llama(seed=7), tokenizer=tiny_tokenizer(), lora=None)
 
 
 def made(algorithm: type[CooperativeModule] = MAGRPO, kind: Any = "full", **settings: Any) -> CooperativeModule:
@@ -243,7 +236,7 @@ class TestOverlap:
             assert first, phase
             assert second, phase
             meet = [a for a in first if any(a[0] < b[1] and b[0] < a[1] for b in second)]
-            # With the strategy every pass of an agent that the other's work can meet, without it none.
+            # With the strategy an agent's passes meet the other's as long as both have any, without it never.
             assert (len(meet) >= min(len(first), len(second)) / 2) if parallel else not meet, phase
 
     def test_modes_go_along(self) -> None:
@@ -270,77 +263,8 @@ class TestOverlap:
         assert seen == {("validate", False, True, half)}
 
 
-class TestTogether:
-    def test_results_come_in_order_and_errors_too(self) -> None:
-        def slow() -> int:
-            time.sleep(0.05)
-            return 1
-
-        assert run_together([(CPU, slow), (CPU, lambda: 2)]) == [1, 2]
-
-        def fail() -> int:
-            raise KeyError("first")
-
-        with pytest.raises(KeyError, match="first"):
-            run_together([(CPU, slow), (CPU, fail)])
-
-    def test_a_failing_agent_ends_the_others_work(self) -> None:
-        stop = Event()
-        shared = SharedProgress(None, [1, 1], stop)
-        steps: list[int] = []
-
-        def work() -> None:
-            for step in range(1000):
-                steps.append(step)
-                time.sleep(0.01)
-                shared.of(0)(1)
-
-        def fail() -> None:
-            raise FloatingPointError("logits")
-
-        with pytest.raises(FloatingPointError, match="logits"):
-            run_together([(CPU, work), (CPU, fail)], stop)
-        assert len(steps) < 100
-
-    def test_an_interrupt_ends_the_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def interrupt(*args: Any, **kwargs: Any) -> Any:
-            raise KeyboardInterrupt
-
-        stop = Event()
-        monkeypatch.setattr("comlrl_lightning.agents.together.wait", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            run_together([(CPU, lambda: stop.wait(20)), (CPU, lambda: stop.wait(20))], stop)
-        assert stop.is_set()
-
-    def test_progress_is_the_sum_of_all(self) -> None:
-        told: list[int] = []
-        stop = Event()
-        shared = SharedProgress(told.append, [3, 4], stop)
-        shared.of(0)(2)
-        shared.of(1)(1)
-        # 2 + 4, then 2 + 1.
-        assert told == [6, 3]
-        stop.set()
-        with pytest.raises(Stopped):
-            shared.of(0)(1)
-
-    def test_progress_of_a_rollout_ends_at_zero(self) -> None:
-        team = AgentTeam.build(tiny_agents("full", dtype=torch.float32))
-        team.concurrent = True
-        told: list[int] = []
-        requests = [GenerationRequest(agent, "hi", ((1, agent), (2, agent))) for agent in (0, 1)]
-        team.generate(requests, Sampling(max_new_tokens=3), told.append)
-        assert told[0] in (3, 4)
-        assert told == sorted(told, reverse=True)
-        assert len(told) >= 2
-
-
 class Plain(LightningModule):
     """No team."""
-
-
-def one_process(**settings: Any) -> Callable[[], Any]:
-    return lambda: AgentParallel(**settings)
 
 
 class TestRefusals:
@@ -427,7 +351,3 @@ trainer:
         trainer = make_trainer(strategy=AgentParallel(["cpu", "cpu"]), accelerator="auto", devices="auto")
         assert trainer.strategy.root_device == CPU
         assert trainer.num_devices == 1
-
-    def test_agents_of_a_separate_team_are_described(self) -> None:
-        agents = Separate(["story-model", "story-model"])
-        assert MAGRPO(agents, uneven_reward).num_agents == 2
