@@ -158,7 +158,9 @@ def copied_item(item: Mapping[str, Any], place: Place) -> dict[str, Any]:
     try:
         copied: dict[str, Any] = deepcopy(dict(item))
     except (TypeError, ValueError, RuntimeError, AttributeError, CopyError, PickleError) as error:
-        raise ValueError(f"{place} cannot be copied: {error}. Keep such objects out of task items.") from error
+        raise ValueError(
+            f"{place} cannot be copied: {short(str(error))}. Keep such objects out of task items."
+        ) from error
     return copied
 
 

@@ -158,7 +158,7 @@ def cause_of(message: str) -> str:
                 return wrong_value(key, name, message)
             close = difflib.get_close_matches(name.rpartition(".")[2], set(known_names()) - {name}, n=1)
             return f"{key}: {name} {meaning}. {f'Did you mean {close[0]}?' if close else 'Correct it.'}"
-    return ""
+    return wrong_value(key, key.rpartition(".")[2], message)
 
 
 def flags(key: str, names: str) -> str:

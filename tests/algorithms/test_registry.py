@@ -217,8 +217,16 @@ class TestCheckpoint:
         with pytest.raises(ValueError, match="algorithm='MARLOO' differs from the checkpoint's algorithm='MAGRPO'"):
             self.resume(make_module(MARLOO), path)
 
-    def test_missing_weights_are_named(self, path: Path) -> None:
-        with pytest.raises(ValueError, match=r"lacks \d+ of the weights .*agent_2"):
+    def test_missing_weights_are_named(self, path: Path, tmp_path: Path) -> None:
+        checkpoint = torch.load(path, weights_only=True)
+        name = next(name for name in checkpoint["state_dict"] if "agent_1" in name)
+        del checkpoint["state_dict"][name]
+        torch.save(checkpoint, tmp_path / "poorer.ckpt")
+        with pytest.raises(ValueError, match=r"lacks 1 of the weights .*agent_1"):
+            MAGRPO.load_from_checkpoint(tmp_path / "poorer.ckpt", agents=tiny_agents())
+
+    def test_another_number_of_agents_is_named(self, path: Path) -> None:
+        with pytest.raises(ValueError, match="is of 2 language models, this module has 3"):
             MAGRPO.load_from_checkpoint(path, agents=tiny_agents(num_agents=3))
 
     def test_other_agents_are_refused_by_the_name_of_the_setting(self, path: Path) -> None:
