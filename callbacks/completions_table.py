@@ -20,7 +20,7 @@ from comlrl_lightning.callbacks.support import (
     rollout_source,
     run_folder,
 )
-from comlrl_lightning.rollouts.types import Prompt, Rollouts
+from comlrl_lightning.rollouts.types import Rollouts, prompt_text
 
 
 class CompletionsTable(Callback):
@@ -110,13 +110,6 @@ def completion_rows(rollouts: Rollouts) -> list[dict[str, Any]]:
         }
         for node in sorted(rollouts.nodes, key=lambda node: (node.task, node.turn))
     ]
-
-
-def prompt_text(prompt: Prompt) -> str:
-    """A prompt as one text: chat messages become lines of role and content."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 def task_texts(rollouts: Rollouts, num_items: int) -> dict[int, str]:

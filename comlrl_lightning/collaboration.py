@@ -15,7 +15,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from comlrl_lightning.calls import UserFunction, qualified_name, short
 from comlrl_lightning.interface import checked_prompt
-from comlrl_lightning.rollouts.types import Prompt
+from comlrl_lightning.rollouts.types import Prompt, prompt_text
 
 
 @runtime_checkable
@@ -178,8 +178,4 @@ def split_or_empty(joint_format: JointFormat, text: str, num_agents: int) -> tup
 
 def _text(prompt: Prompt) -> str:
     """A prompt as a part of another one: a single message gives its content, several become lines with their roles."""
-    if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1:
-        return prompt[0]["content"]
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return prompt[0]["content"] if not isinstance(prompt, str) and len(prompt) == 1 else prompt_text(prompt)

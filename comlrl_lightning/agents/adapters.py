@@ -163,6 +163,11 @@ class Adapters:
         grouping = self._grouping
         return None if grouping is None else grouping.add(index, layer, args[0], output)
 
+    @property
+    def copies_layers(self) -> bool:
+        """Whether an adapter has copies of whole layers (`modules_to_save`)."""
+        return any(isinstance(layer, ModulesToSaveWrapper) for layer in self._switches)
+
     @contextmanager
     def watching(self, rows: int) -> Iterator[None]:
         """Find out during a forward pass of `rows` rows whether every adapted layer still sees them as rows."""

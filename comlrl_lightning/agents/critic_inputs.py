@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from comlrl_lightning.agents.prompts import PromptEncoder
-from comlrl_lightning.rollouts.types import Completion, Prompt
+from comlrl_lightning.rollouts.types import Completion, prompt_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -169,10 +169,3 @@ def joint_parts(completions: Sequence[Completion], with_completions: bool) -> li
     if with_completions:
         parts += [(f"[Completion of agent {one.agent}]\n", one.text) for one in completions]
     return [((heading if place == 0 else "\n\n" + heading), content) for place, (heading, content) in enumerate(parts)]
-
-
-def prompt_text(prompt: Prompt) -> str:
-    """A prompt without any tokenizer's chat template."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from comlrl_lightning.agents.adapters import Adapters
 from comlrl_lightning.agents.critic_inputs import CriticReader, Reading
 from comlrl_lightning.agents.critic_settings import AdapterCritic, CriticSettings, ModelCritic, ValueHead, check_critic
 from comlrl_lightning.agents.heads import HEAD_FILE, CriticBody
@@ -24,6 +25,9 @@ from comlrl_lightning.agents.loading import (
 from comlrl_lightning.agents.prompts import PromptEncoder
 from comlrl_lightning.agents.settings import LoraSettings, is_name
 from comlrl_lightning.agents.team import AgentTeam
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 def load_bodies(
@@ -94,13 +98,22 @@ def _adapters_of_team(
         folder = None if settings.adapters is None else settings.adapters[agent]
         with without_noise():
             if folder is None:
-                model.adapters.network.add_adapter(name, lora_config(settings.lora or LoraSettings()))
+                lora = settings.lora or LoraSettings()
+                model.adapters.network.add_adapter(name, _beside_agents(lora, model.adapters))
             else:
                 model.adapters.network.load_adapter(str(folder), name, is_trainable=True)
         model.include_adapter(name, trained=not freeze)
         reader = _reader(name, model, reading, with_completions, settings.max_tokens)
         bodies.append(CriticBody(name, model, reader, name, False, folder))
     return bodies
+
+
+def _beside_agents(lora: LoraSettings, adapters: Adapters) -> LoraConfig:
+    """An adapter that leaves alone the layers that agents have copied for themselves."""
+    config = lora_config(lora)
+    if config.exclude_modules is None and adapters.copies_layers:
+        config.exclude_modules = r".*\.modules_to_save\..*"
+    return config
 
 
 def _models(

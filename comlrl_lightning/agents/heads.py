@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from comlrl_lightning.agents.critic_inputs import CriticReader
 from comlrl_lightning.agents.critic_settings import CriticSettings
 from comlrl_lightning.agents.language_model import HALF, LanguageModel, adapter_name
-from comlrl_lightning.agents.team import AgentTeam
+from comlrl_lightning.agents.team import AgentTeam, without_model_card
 from comlrl_lightning.agents.together import run_together
 from comlrl_lightning.rollouts.types import Completion
 
@@ -306,7 +306,8 @@ def _save_body(body: CriticBody, target: Path) -> None:
         body.model.causal.save_pretrained(target)
     else:
         assert body.adapter == target.name, "PEFT names the folder after the adapter"
-        adapters.network.save_pretrained(
-            str(target.parent), selected_adapters=[body.adapter], save_embedding_layers=False
-        )
+        with without_model_card(target.parent):
+            adapters.network.save_pretrained(
+                str(target.parent), selected_adapters=[body.adapter], save_embedding_layers=False
+            )
     body.model.tokenizer.save_pretrained(target)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic
-from comlrl_lightning.agents.settings import check_count, is_name
+from comlrl_lightning.agents.settings import check_count, check_number, is_name
 
 REWARD_MODEL = "reward_model"
 """Name of the reward model's adapter, of its parameter group and of its folder."""
@@ -46,18 +46,16 @@ class JointRewardModel:
         check_count("JointRewardModel", "num_epochs", self.num_epochs, 1)
         if self.batch_size is not None:
             check_count("JointRewardModel", "batch_size", self.batch_size, 1)
-        if self.learning_rate is not None and not (_is_finite(self.learning_rate) and self.learning_rate > 0):
-            self._refuse("learning_rate", "a number above 0")
-        if not (_is_finite(self.held_out_share) and 0 <= self.held_out_share < 1):
-            self._refuse("held_out_share", "a number from 0 to below 1")
-        if not (_is_finite(self.centering_coef) and self.centering_coef >= 0):
-            self._refuse("centering_coef", "a number of at least 0")
+        if self.learning_rate is not None:
+            self._check("learning_rate", "a number above 0", lambda value: value > 0)
+        self._check("held_out_share", "a number from 0 to below 1", lambda value: 0 <= value < 1)
+        self._check("centering_coef", "a number of at least 0", lambda value: value >= 0)
         for name in ("freeze_backbone", "standardize", "fresh_each_round"):
             if not isinstance(vars(self)[name], bool):
-                self._refuse(name, "True or False")
+                raise ValueError(f"JointRewardModel({name}={vars(self)[name]!r}) is out of range. Use True or False.")
 
-    def _refuse(self, name: str, wanted: str) -> None:
-        raise ValueError(f"JointRewardModel({name}={vars(self)[name]!r}) is out of range. Use {wanted}.")
+    def _check(self, name: str, wanted: str, fits: Callable[[float], bool]) -> None:
+        check_number("JointRewardModel", name, vars(self)[name], wanted, fits)
 
     def _check_model(self) -> None:
         if not isinstance(self.model, AdapterCritic | ModelCritic):
@@ -84,7 +82,3 @@ class JointRewardModel:
             return self.learning_rate
         trains_all = isinstance(self.model, ModelCritic) and self.model.lora is None and not self.freeze_backbone
         return 1e-5 if trains_all else 1e-4
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -48,9 +48,14 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
+def generator_of(key: Sequence[int]) -> np.random.Generator:
+    """Random numbers of a key alone, whatever was drawn before."""
+    return np.random.Generator(np.random.Philox(key=key_digest(key)))
+
+
 def uniforms(keys: Sequence[Sequence[int]], count: int) -> Tensor:
     """`[R, count]` numbers in [0, 1), row r from its own Philox generator with key `keys[r]`."""
-    rows = [np.random.Generator(np.random.Philox(key=key_digest(key))).random(count) for key in keys]
+    rows = [generator_of(key).random(count) for key in keys]
     return torch.from_numpy(np.stack(rows))
 
 

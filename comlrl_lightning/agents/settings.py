@@ -22,7 +22,8 @@ def check_count(owner: str, name: str, value: object, least: int) -> None:
         raise ValueError(f"{owner}({name}={value!r}) is out of range. Use a whole number of at least {least}.")
 
 
-def _check_number(owner: str, name: str, value: object, wanted: str, fits: Callable[[float], bool]) -> None:
+def check_number(owner: str, name: str, value: object, wanted: str, fits: Callable[[float], bool]) -> None:
+    """Refuse anything but finite numbers that fit."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not fits(value):
         raise ValueError(f"{owner}({name}={value!r}) is out of range. Use {wanted}.")
 
@@ -75,7 +76,7 @@ class LoraSettings:
 
     def __post_init__(self) -> None:
         check_count("LoraSettings", "rank", self.rank, 1)
-        _check_number("LoraSettings", "alpha", self.alpha, "a number above 0", lambda alpha: alpha > 0)
+        check_number("LoraSettings", "alpha", self.alpha, "a number above 0", lambda alpha: alpha > 0)
         _check_flags("LoraSettings", use_rslora=self.use_rslora, use_dora=self.use_dora)
         _check_layers(
             "LoraSettings",
@@ -121,8 +122,8 @@ class Sampling:
                 f"Sampling(min_new_tokens={self.min_new_tokens}) is above max_new_tokens={self.max_new_tokens}. "
                 "Lower it."
             )
-        _check_number("Sampling", "temperature", self.temperature, "0 or more", lambda value: value >= 0)
-        _check_number("Sampling", "top_p", self.top_p, "a number above 0 and up to 1", lambda value: 0 < value <= 1)
+        check_number("Sampling", "temperature", self.temperature, "0 or more", lambda value: value >= 0)
+        check_number("Sampling", "top_p", self.top_p, "a number above 0 and up to 1", lambda value: 0 < value <= 1)
         if self.top_k is not None:
             check_count("Sampling", "top_k", self.top_k, 1)
         _check_choice("Sampling", "backend", self.backend, ("native", "transformers"))

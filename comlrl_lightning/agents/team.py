@@ -263,7 +263,7 @@ class AgentTeam(nn.Module):
             if model.adapters is None:
                 model.causal.save_pretrained(Path(folder, names[0]))
             else:
-                with _without_model_card(Path(folder)):
+                with without_model_card(Path(folder)):
                     # Adapters on the head are low-rank factors too: no need to write the whole head.
                     model.adapters.network.save_pretrained(
                         str(folder), selected_adapters=names, save_embedding_layers=False
@@ -285,7 +285,7 @@ class AgentTeam(nn.Module):
 
 
 @contextmanager
-def _without_model_card(folder: Path) -> Iterator[None]:
+def without_model_card(folder: Path) -> Iterator[None]:
     """Undo that PEFT writes a form about a model that nobody filled in next to the agents' folders."""
     card = folder / "README.md"
     former = card.read_bytes() if card.exists() else None

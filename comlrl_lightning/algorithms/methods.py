@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import Literal
+
+from typing_extensions import override
 
 from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, ValueHead, check_critic
 from comlrl_lightning.agents.heads import CriticTeam
@@ -11,7 +14,7 @@ from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.algorithms.checks import check_choice, check_nodes, check_sampling
 from comlrl_lightning.algorithms.critic_learner import ActorCriticLearner
-from comlrl_lightning.algorithms.learners import GroupRelativeLearner
+from comlrl_lightning.algorithms.learners import GroupRelativeLearner, Learner
 from comlrl_lightning.algorithms.settings import PolicySettings, ValueSettings
 from comlrl_lightning.functional import Baseline
 from comlrl_lightning.metrics import MetricTable
@@ -28,8 +31,56 @@ BASELINES: dict[str, Baseline] = {
 """What each critic-free algorithm subtracts from a return."""
 
 
+class Method(ABC):
+    """How a policy learns from rewards, whichever module drives it."""
+
+    algorithm: str
+    """Name of the algorithm."""
+
+    @abstractmethod
+    def rollout_shape(self, shape: RolloutShape) -> RolloutShape:
+        """The shape of this algorithm's rollouts, from one with its width and depth."""
+
+    @abstractmethod
+    def check(self, shape: RolloutShape, num_agents: int, sampling: Sampling, max_nodes: int) -> None:
+        """Refuse what does not go together, before any weights load.
+
+        Args:
+            shape: Of this algorithm's rollouts.
+            num_agents: N.
+            sampling: How completions are drawn in training.
+            max_nodes: Largest number of nodes per task item.
+
+        Raises:
+            ValueError: A group is too small for its baseline, a critic does not fit, sampling would bias the update,
+                or rollouts grow too large.
+        """
+
+    def critic_groups(self, num_agents: int) -> list[str]:
+        """Names of the parameter groups of critics."""
+        return []
+
+    def critic_rates(self, num_agents: int) -> list[float]:
+        """Their learning rates."""
+        return []
+
+    @abstractmethod
+    def learner(
+        self, team: AgentTeam, policy: PolicySettings, micro_batch_tokens: int, table: MetricTable, per_agent: bool
+    ) -> Learner:
+        """The credit and the loss of this algorithm; critics load here.
+
+        Args:
+            team: The agents.
+            policy: Settings of the policy loss.
+            micro_batch_tokens: Padded tokens per forward pass.
+            table: Where metrics go.
+            per_agent: Whether each agent has a reward of its own.
+        """
+
+
 @dataclass(frozen=True)
-class CriticFree:
+class CriticFree(Method):
     """Policy learning without critics, by the name of the algorithm; its class documents the settings."""
 
     algorithm: CriticFreeName = "MAGRPO"
@@ -55,22 +106,12 @@ class CriticFree:
         """What is subtracted from a return."""
         return BASELINES[self.algorithm]
 
+    @override
     def rollout_shape(self, shape: RolloutShape) -> RolloutShape:
-        """The shape of this algorithm's rollouts, from one with its width and depth."""
         return replace(shape, joint_mode=self.joint_mode)
 
+    @override
     def check(self, shape: RolloutShape, num_agents: int, sampling: Sampling, max_nodes: int) -> None:
-        """Refuse what does not go together, before any weights load.
-
-        Args:
-            shape: Of this algorithm's rollouts.
-            num_agents: N.
-            sampling: How completions are drawn in training.
-            max_nodes: Largest number of nodes per task item.
-
-        Raises:
-            ValueError: A group is too small for its baseline, sampling would bias the update, or trees grow too large.
-        """
         if shape.num_generations == 1 and self.advantage_normalization == "batch":
             raise ValueError(
                 f"{self.algorithm}(num_generations=1, advantage_normalization='batch') has no spread inside groups to"
@@ -84,26 +125,10 @@ class CriticFree:
         check_sampling(self.algorithm, sampling, refuse=self.baseline == "none")
         check_nodes(shape, num_agents, max_nodes)
 
-    def critic_groups(self, num_agents: int) -> list[str]:
-        """Names of the parameter groups of critics: there are none."""
-        return []
-
-    def critic_rates(self, num_agents: int) -> list[float]:
-        """Their learning rates."""
-        return []
-
+    @override
     def learner(
         self, team: AgentTeam, policy: PolicySettings, micro_batch_tokens: int, table: MetricTable, per_agent: bool
     ) -> GroupRelativeLearner:
-        """The credit and the loss of this algorithm.
-
-        Args:
-            team: The agents.
-            policy: Settings of the policy loss.
-            micro_batch_tokens: Padded tokens per forward pass.
-            table: Where metrics go.
-            per_agent: Whether each agent has a reward of its own.
-        """
         assert self.advantage_normalization is not None
         return GroupRelativeLearner(
             team, policy, self.baseline, self.advantage_normalization, micro_batch_tokens, table
@@ -111,7 +136,7 @@ class CriticFree:
 
 
 @dataclass(frozen=True)
-class ActorCritic:
+class ActorCritic(Method):
     """Policy learning with critics, by the name of the algorithm; its class documents the settings."""
 
     algorithm: ActorCriticName = "MAAC"
@@ -144,49 +169,31 @@ class ActorCritic:
         """Whether one critic judges all agents."""
         return self.algorithm == "MAAC"
 
+    @override
     def rollout_shape(self, shape: RolloutShape) -> RolloutShape:
-        """Independent trajectories, as many as the shape has generations."""
         return replace(shape, trajectories=True)
 
+    @override
     def check(self, shape: RolloutShape, num_agents: int, sampling: Sampling, max_nodes: int) -> None:
-        """Refuse what does not go together, before any weights load.
-
-        Args:
-            shape: Of this algorithm's rollouts.
-            num_agents: N.
-            sampling: How completions are drawn in training.
-            max_nodes: Largest number of nodes per task item.
-
-        Raises:
-            ValueError: The critic does not fit, or trajectories grow too long.
-        """
         check_critic(self.critic, num_agents, self.centralized)
         check_sampling(self.algorithm, sampling, refuse=False)
         check_nodes(shape, num_agents, max_nodes)
 
+    @override
     def critic_groups(self, num_agents: int) -> list[str]:
-        """Names of the parameter groups of the critics."""
         return ["critic"] if self.centralized else [f"critic_{agent}" for agent in range(num_agents)]
 
+    @override
     def critic_rates(self, num_agents: int) -> list[float]:
-        """Their learning rates."""
         trains_all = isinstance(self.critic, ModelCritic) and self.critic.lora is None
         default = 5e-6 if trains_all else 1e-4
         rate = default if self.critic_learning_rate is None else self.critic_learning_rate
         return [rate] * len(self.critic_groups(num_agents))
 
+    @override
     def learner(
         self, team: AgentTeam, policy: PolicySettings, micro_batch_tokens: int, table: MetricTable, per_agent: bool
     ) -> ActorCriticLearner:
-        """The credit and the loss of this algorithm; it loads the critics.
-
-        Args:
-            team: The agents.
-            policy: Settings of the policy loss.
-            micro_batch_tokens: Padded tokens per forward pass.
-            table: Where metrics go.
-            per_agent: Whether each agent has a reward of its own.
-        """
         one_output = self.centralized and not per_agent
         critics = CriticTeam.build(
             self.critic,
@@ -196,7 +203,3 @@ class ActorCritic:
             num_outputs=1 if one_output else team.num_agents,
         )
         return ActorCriticLearner(team, critics, policy, self.values(), micro_batch_tokens, table)
-
-
-Method = CriticFree | ActorCritic
-"""How a policy learns from rewards."""

@@ -17,7 +17,7 @@ from comlrl_lightning.algorithms.cooperative import CooperativeModule
 from comlrl_lightning.algorithms.evaluating import COMPARE, TRAIN
 from comlrl_lightning.algorithms.hparams import from_plain, to_plain
 from comlrl_lightning.algorithms.recording import record_candidates
-from comlrl_lightning.algorithms.rounds import Phase, RoundProgress, Schedule, share, shuffled
+from comlrl_lightning.algorithms.rounds import Phase, RoundProgress, Schedule, share
 from comlrl_lightning.algorithms.updating import S, StepLearner
 from comlrl_lightning.data import TaskBatch
 from comlrl_lightning.distributed import rank, sum_over_ranks, world_size
@@ -30,6 +30,7 @@ from comlrl_lightning.preferences.pairs import (
     Round,
     candidate_pairs,
     compared_pairs,
+    shuffled,
 )
 from comlrl_lightning.preferences.replay import CurrentRound, Replay
 from comlrl_lightning.rollouts.collect import RolloutShape, TaskInterface
@@ -115,25 +116,9 @@ class PreferenceModule(CooperativeModule):
         self.save_hyperparameters(given)
         self.comparator: Comparator | None = from_plain("comparator", comparator)
         self.replay: Replay = from_plain("replay", replay)
-        if self.comparator is not None and not isinstance(self.comparator, Comparator):
-            raise ValueError(
-                f"comparator={self.comparator!r} is no comparator. Use CurrentPolicy(), FrozenCopy(),"
-                " HistoryPolicy(...), FixedModel(...), APIComparator(...) or None."
-            )
-        if not isinstance(self.replay, Replay):
-            raise ValueError(
-                f"replay={self.replay!r} is no replay. Use CurrentRound(), NearestK(...), AllHistory() or"
-                " LambdaDecay(...)."
-            )
+        check_strategies(self.comparator, self.replay)
         check_whole(1, learning_epochs=learning_epochs)
-        check_whole(2 if self.comparator is None else 1, num_candidates=num_candidates)
-        if comparator_num_candidates is not None:
-            check_whole(1, comparator_num_candidates=comparator_num_candidates)
-            if self.comparator is None:
-                raise ValueError(
-                    f"comparator_num_candidates={comparator_num_candidates} needs a comparator, and comparator=None."
-                    " Give one, or leave it out."
-                )
+        check_candidates(num_candidates, comparator_num_candidates, with_comparator=self.comparator is not None)
         pairs = PairSettings(pair_selection, num_pairs_per_item)
         self.pair_selection: PairSelection = pairs.resolved(self.comparator is not None)
         self.num_pairs_per_item = num_pairs_per_item
@@ -328,3 +313,37 @@ class PreferenceModule(CooperativeModule):
         self.rounds = RoundProgress.from_state(state["rounds"])
         if self.comparator is not None:
             self.comparator.load_state_dict(state["comparator"])
+
+
+def check_strategies(comparator: object, replay: object) -> None:
+    """Refuse what is no comparator or no replay.
+
+    Raises:
+        ValueError: If one is of another kind.
+    """
+    if comparator is not None and not isinstance(comparator, Comparator):
+        raise ValueError(
+            f"comparator={comparator!r} is no comparator. Use CurrentPolicy(), FrozenCopy(), HistoryPolicy(...),"
+            " FixedModel(...), APIComparator(...) or None."
+        )
+    if not isinstance(replay, Replay):
+        raise ValueError(
+            f"replay={replay!r} is no replay. Use CurrentRound(), NearestK(...), AllHistory() or LambdaDecay(...)."
+        )
+
+
+def check_candidates(num_candidates: int, comparator_num_candidates: int | None, *, with_comparator: bool) -> None:
+    """Refuse numbers of joint completions that leave nothing to compare.
+
+    Raises:
+        ValueError: If one is out of range, or there is no comparator for its own.
+    """
+    check_whole(1 if with_comparator else 2, num_candidates=num_candidates)
+    if comparator_num_candidates is None:
+        return
+    check_whole(1, comparator_num_candidates=comparator_num_candidates)
+    if not with_comparator:
+        raise ValueError(
+            f"comparator_num_candidates={comparator_num_candidates} needs a comparator, and comparator=None. Give one,"
+            " or leave it out."
+        )

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
-from comlrl_lightning.agents.sampling import key_digest
 from comlrl_lightning.distributed import all_reduce_sum, gather_objects, rank, world_size
 from comlrl_lightning.preferences.pairs import PreferencePair, Round
 from comlrl_lightning.preferences.replay import Replay
@@ -70,12 +68,6 @@ def share(items: range, num_items: int, num_pairs: int, batch_size: int | None, 
         return available - available % (batch_size or 1)
 
     return range(reached(items.start), num_pairs if is_last else reached(items.stop))
-
-
-def shuffled(pairs: Sequence[PreferencePair], key: Sequence[int]) -> list[PreferencePair]:
-    """The pairs in an order made from a key alone."""
-    order = np.random.Generator(np.random.Philox(key=key_digest(key))).permutation(len(pairs))
-    return [pairs[position] for position in order]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
-import numpy as np
-
-from comlrl_lightning.agents.sampling import key_digest
+from comlrl_lightning.agents.sampling import generator_of
 from comlrl_lightning.rollouts.types import Completion, Node
 
 T = TypeVar("T")
@@ -180,7 +178,7 @@ def candidate_pairs(
     if selection == "reward_gap":
         kept.sort(key=lambda pair: -pair.gap)
     elif selection == "random":
-        kept = _shuffled(kept, (*key, item_index))
+        kept = shuffled(kept, (*key, item_index))
     else:
         assert selection in ("disjoint", "all"), selection
     return kept[:limit]
@@ -223,7 +221,7 @@ def compared_pairs(
     elif selection == "reward_gap":
         kept.sort(key=lambda pair: -pair.gap)
     elif selection == "random":
-        kept = _shuffled(kept, (*key, item_index))
+        kept = shuffled(kept, (*key, item_index))
     else:
         assert selection == "all", selection
     return kept[:limit]
@@ -243,6 +241,6 @@ def _comparator_reward(pair: PreferencePair) -> float:
     return pair.winner_reward if pair.winner_source == "comparator" else pair.loser_reward
 
 
-def _shuffled(values: Sequence[T], key: Sequence[int]) -> list[T]:
-    generator = np.random.Generator(np.random.Philox(key=key_digest(key)))
-    return [values[index] for index in generator.permutation(len(values))]
+def shuffled(values: Sequence[T], key: Sequence[int]) -> list[T]:
+    """The values in an order made from a key alone."""
+    return [values[index] for index in generator_of(key).permutation(len(values))]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from typing_extensions import override
 
-from comlrl_lightning.agents.sampling import key_digest
+from comlrl_lightning.agents.sampling import generator_of
 from comlrl_lightning.preferences.pairs import PreferencePair, Round
 
 
@@ -60,7 +60,7 @@ def draw_pairs(
     """
     if not any(weights):
         return []
-    generator = np.random.Generator(np.random.Philox(key=key_digest(key)))
+    generator = generator_of(key)
     chosen = generator.choice(len(rounds), size=num_pairs, p=weights)
     counts = np.bincount(chosen, minlength=len(rounds))
     drawn: list[PreferencePair] = []

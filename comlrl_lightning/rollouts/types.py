@@ -28,6 +28,13 @@ Prompt = str | list[dict[str, str]]
 """What a formatter returns: a text, or chat messages with ``role`` and ``content``."""
 
 
+def prompt_text(prompt: Prompt) -> str:
+    """A prompt as one text: chat messages become lines of role and content."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One sampled answer of one agent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -350,6 +351,24 @@ def test_all_weights_of_a_critic_but_an_unused_head_are_trained() -> None:
     assert all(parameter.grad is not None for parameter in group.values())
     assert not model.lm_head.weight.requires_grad
     assert len(group) == len(list(model.parameters())) - 1 + 2
+
+
+def test_adapters_leave_the_agents_copies_of_layers_alone() -> None:
+    lora = LoraSettings(rank=2, modules_to_save=["lm_head"])
+    team = AgentTeam.build(SharedBase(tiny_llama(), 2, lora=lora, tokenizer=tiny_tokenizer()))
+    names = [set(team.agent_parameters(agent)) for agent in range(2)]
+    critics = CriticTeam.build(AdapterCritic(), team, centralized=False)
+    assert [set(team.agent_parameters(agent)) for agent in range(2)] == names
+    trained = [id(one) for group in critics.parameter_groups().values() for one in group.values()]
+    trained += [id(one) for agent in range(2) for one in team.agent_parameters(agent).values()]
+    assert len(trained) == len(set(trained))
+
+
+def test_nobody_finds_an_empty_form_beside_a_saved_critic(tmp_path: Path) -> None:
+    critics = CriticTeam.build(AdapterCritic(), shared_team(), centralized=True)
+    critics.save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["critic"]
+    assert (tmp_path / "critic" / "adapter_model.safetensors").is_file()
 
 
 def test_adapter_critics_need_frozen_models() -> None:

@@ -97,6 +97,8 @@ def test_a_wrong_argument_of_madpo_is_named(settings: dict[str, Any], message: s
     ("settings", "message"),
     [
         ({"reward_model": AdapterCritic()}, r"reward_model=AdapterCritic.* is not .* Give JointRewardModel\(...\)"),
+        ({"joint_mode": "cross"}, r"MARLHF\(joint_mode=...\) is a setting of policy=. Give it to CriticFree"),
+        ({"critic_type": "q"}, r"MARLHF\(critic_type=...\) is a setting of policy="),
         ({"reward_model": None}, r"reward_model=None is not a setting of that kind"),
         ({"policy": "PPO"}, r"policy='PPO' is unknown. Use one of 'MAREINFORCE', .*'MAAC', CriticFree\(...\)"),
         ({"policy": MADPO}, r"policy=<class .*MADPO'> is unknown"),

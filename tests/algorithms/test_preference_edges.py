@@ -282,6 +282,13 @@ class TestCentralized:
         assert len(shares) == (2 if algorithm is MADPO else 4)
         assert not any(key.startswith("agent_1/") for row in rows.training for key in row)
 
+    def test_a_reward_model_without_room_for_all_answers_is_found_before_any_round(self) -> None:
+        # Its headings take 99 bytes for three agents; for the one model that answers for them 60 would do.
+        model = JointRewardModel(model=AdapterCritic(max_tokens=60))
+        module = indirect(agents=tiny_agents(num_agents=3), collaboration=Halves(), reward_model=model)
+        with pytest.raises(ValueError, match=r"can read 60 tokens, but .* leaves no room for the answers of 3 agents"):
+            module.configure_model()
+
     @pytest.mark.parametrize("algorithm", [MAGRPO, MADPO, MARLHF])
     def test_a_model_without_any_tag_says_so(self, algorithm: type[CooperativeModule]) -> None:
         agents = SharedBase(tiny_llama(max_position_embeddings=1024).double(), 2, lora=LORA, tokenizer=tiny_tokenizer())

@@ -45,6 +45,15 @@ class TestCounters:
         assert [row["env_step"] for row in rows] == [*steps, *[32.0] * 4, *(32 + step for step in steps), *[64.0] * 4]
         assert all(row["task_reward_scores"] == row["env_step"] for row in rows)
 
+    @pytest.mark.parametrize(("logging_steps", "rows_of_pairs"), [(1, 4), (2, 2), (3, 1), (100, 0)])
+    def test_steps_on_pairs_are_logged_by_their_updates(self, logging_steps: int, rows_of_pairs: int) -> None:
+        # Four steps of one update each, in which env_step stands still; what is left is logged at the end of the fit.
+        rows = run(direct(num_candidates=8, logging_steps=logging_steps)).training
+        learned = [row for row in rows if "preference/loss" in row]
+        left_over = 4 % logging_steps > 0
+        assert len(learned) == rows_of_pairs + left_over
+        assert rows[-1]["update_step"] == 4
+
     def test_a_comparators_answers_count_too(self) -> None:
         # 4 candidates and 4 answers; then 2 and 3.
         module = direct(num_candidates=4, comparator=CurrentPolicy())

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from comlrl_lightning.algorithms import rounds
-from comlrl_lightning.algorithms.rounds import Phase, PhaseKind, RoundProgress, Schedule, needed, share, shuffled
-from comlrl_lightning.preferences.pairs import PreferencePair, Round
+from comlrl_lightning.algorithms.rounds import Phase, PhaseKind, RoundProgress, Schedule, needed, share
+from comlrl_lightning.preferences.pairs import PreferencePair, Round, shuffled
 from comlrl_lightning.preferences.replay import AllHistory, CurrentRound, LambdaDecay, NearestK, Replay
 from tests.preferences.support import pair, rounds_of
 

@@ -2,69 +2,31 @@
 
 from __future__ import annotations
 
-import copy
-import os
-import pickle
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from comlrl_lightning.reward_function import RewardCall, RewardFunction
+from comlrl_lightning.reward_function import RewardFunction
 from comlrl_lightning.rewards import WeightedRewards
 from comlrl_lightning.rollouts.processes import WorkerTraceback
 from comlrl_lightning.rollouts.scoring import RewardWorkers
 from tests.rollouts.fakes import FakeTeam, make_collector
 from tests.rollouts.reward_functions import (
-    Counter,
-    OddError,
-    PickyState,
     as_told,
     halves,
     lengths,
     modes,
     naps,
 )
+from tests.rollouts.scoring import WAYS, Backend, calls_of, score, told
 from tests.rollouts.test_user_code import half_precision, product_dtype
-
-Backend = Literal["thread", "process"]
-WAYS: list[tuple[int, Backend]] = [(0, "thread"), (1, "thread"), (3, "thread"), (2, "process")]
-"""Workers and backends that must give the same rewards."""
-
-
-def calls_of(*items: dict[str, Any], num_agents: int = 1, num_joint: int = 2, turn: int = 3) -> list[RewardCall]:
-    """A call per item, at turn 3; items are numbered."""
-    texts = [["a" * (1 + joint) for joint in range(num_joint)]] * num_agents
-    return [RewardCall(texts, {"number": at, **item}, None, turn, 10 + at) for at, item in enumerate(items)]
-
-
-def told(*what: str, **more: Any) -> list[RewardCall]:
-    return calls_of(*({"do": one, **more} for one in what), num_joint=1)
-
-
-def score(
-    func: Callable[..., Any], calls: Sequence[RewardCall], *settings: Any, **keywords: Any
-) -> list[list[list[float]]]:
-    reward = RewardFunction(func, len(calls[0].completions), keywords.pop("processor", None))
-    return RewardWorkers(*settings, **keywords).score(reward, calls).rows
-
-
-def in_child(pid: int) -> bool:
-    """Whether a process still runs; a zombie does not."""
-    with suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
-    return False
 
 
 class TestTheSameRewards:
@@ -347,140 +309,3 @@ class TestModes:
             ValueError, match=r"reward_func=\S+WeightedRewards cannot be sent .*: it holds a Length, and"
         ):
             RewardWorkers(1, "process").check(RewardFunction(WeightedRewards({"a": module}), 1))
-
-
-class TestProcesses:
-    def test_a_crash_names_the_item_and_the_next_turn_goes_on(self) -> None:
-        workers, reward = RewardWorkers(2, "process"), RewardFunction(as_told, 1)
-        with pytest.raises(
-            RuntimeError,
-            match=r"The worker process of reward_func=\S+as_told ended with exit code 3 for task item 11 .*turn 3. Let",
-        ):
-            workers.score(reward, told("score", "exit"))
-        with pytest.raises(RuntimeError, match=r"was killed by SIGKILL for task item 10 "):
-            workers.score(reward, told("die"))
-        assert workers.score(reward, told("score", "score", "score")).rows == [[[0.0]], [[1.0]], [[2.0]]]
-
-    def test_a_hanging_one_is_killed_with_all_that_it_started(self, tmp_path: Path) -> None:
-        workers, reward = RewardWorkers(1, "process", 0.5, -1.0), RewardFunction(as_told, 1)
-        file = tmp_path / "pids"
-        calls = calls_of({}, {"do": "start and hang", "file": str(file)}, {}, num_joint=1)
-        assert workers.score(reward, calls).rows == [[[0.0]], [[-1.0]], [[2.0]]]
-        pids = [int(pid) for pid in file.read_text().split()]
-        assert os.getpid() not in pids
-        deadline = time.monotonic() + 5
-        while any(map(in_child, pids)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not any(map(in_child, pids))
-
-    def test_workers_stay_and_keep_their_own_state(self) -> None:
-        counter = Counter()
-        workers, reward = RewardWorkers(1, "process"), RewardFunction(counter, 1)
-        # Two turns of two calls by one worker; the object here is never called.
-        assert [workers.score(reward, calls_of({}, {}, num_joint=1)).rows for _ in range(2)] == [
-            [[[1.0]], [[2.0]]],
-            [[[3.0]], [[4.0]]],
-        ]
-        assert counter.calls == 0
-        # Another function gets workers of its own, and so does a copy.
-        assert workers.score(RewardFunction(counter, 1), calls_of({}, num_joint=1)).rows == [[[1.0]]]
-        assert vars(copy.deepcopy(workers))["_processes"] == []
-        assert pickle.loads(pickle.dumps(workers)).num_workers == 1
-
-    def test_exceptions_that_cannot_travel_are_named(self) -> None:
-        with pytest.raises(RuntimeError, match=r"tests.rollouts.reward_functions.OddError: leftright") as error:
-            score(as_told, told("raise odd"), 1, "process")
-        assert not isinstance(error.value, OddError)
-        assert "for task item 10 " in error.value.__notes__[0]
-
-    def test_functions_that_cannot_travel_are_named(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"reward_func=.*<lambda> cannot be sent to a worker process: .* or use reward_backend="
-        ):
-            RewardWorkers(1, "process").check(RewardFunction(lambda first: [0.0], 1))
-        RewardWorkers(1, "thread").check(RewardFunction(lambda first: [0.0], 1))
-        with pytest.raises(
-            ValueError, match=r"reward_func=\S+PickyState cannot be loaded in a worker process: LookupError: no such"
-        ):
-            score(PickyState(), calls_of({}), 1, "process")
-
-    def test_items_that_cannot_travel_are_named(self) -> None:
-        with pytest.raises(ValueError, match=r"task item 10 .* cannot be sent to a worker process: .*_thread.lock"):
-            score(lengths, calls_of({"lock": threading.Lock()}), 1, "process")
-
-    def test_ctrl_c_ends_them(self, tmp_path: Path) -> None:
-        file = tmp_path / "pids"
-        workers, reward = RewardWorkers(1, "process"), RewardFunction(as_told, 1)
-
-        def interrupt() -> None:
-            while not file.exists():
-                time.sleep(0.01)
-            signal.raise_signal(signal.SIGINT)
-
-        threading.Thread(target=interrupt, daemon=True).start()
-        with pytest.raises(KeyboardInterrupt):
-            workers.score(reward, calls_of({"do": "start and hang", "file": str(file)}, num_joint=1))
-        deadline = time.monotonic() + 5
-        pids = [int(pid) for pid in file.read_text().split()]
-        while any(map(in_child, pids)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not any(map(in_child, pids))
-        assert workers.score(reward, told("score")).rows == [[[0.0]]]
-
-    @pytest.mark.slow
-    def test_modes_of_torch(self) -> None:
-        # The first call imports torch; each finds float32 (32 bits) and gradients (100), and changes both.
-        assert score(modes, calls_of({}, {}, num_joint=1), 1, "process") == [[[132.0]], [[132.0]]]
-
-
-SCRIPT = """
-import os, sys, threading
-
-if __name__ == "__main__":
-    from comlrl_lightning.reward_function import RewardCall, RewardFunction
-    from comlrl_lightning.rollouts.scoring import RewardWorkers
-    from tests.rollouts.reward_functions import as_told
-
-    backend, number = sys.argv[1], int(sys.argv[2])
-    call = RewardCall([["a"]], {"number": 0, "do": "start and hang", "file": sys.argv[3]}, None, 1)
-    workers = RewardWorkers(1, backend, 1.0 if number == 0 else None)
-    if number:
-        def send():
-            while not os.path.exists(sys.argv[3]):
-                threading.Event().wait(0.01)
-            os.kill(os.getpid(), number)
-        threading.Thread(target=send, daemon=True).start()
-    workers.score(RewardFunction(as_told, 1), [call])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["thread", "process"])
-@pytest.mark.parametrize(
-    ("number", "code", "said"),
-    [
-        (0, 1, "TimeoutError: reward_func="),
-        (signal.SIGINT, -signal.SIGINT, "KeyboardInterrupt"),
-        (signal.SIGTERM, -signal.SIGTERM, ""),
-        (signal.SIGKILL, -signal.SIGKILL, ""),
-    ],
-)
-def test_no_program_hangs_at_its_end(tmp_path: Path, backend: str, number: int, code: int, said: str) -> None:
-    script, file = tmp_path / "script.py", tmp_path / "pids"
-    script.write_text(SCRIPT)
-    with (tmp_path / "stderr").open("w") as stderr:  # not a pipe: what is left behind would hold it open
-        started = subprocess.run(
-            [sys.executable, str(script), backend, str(int(number)), str(file)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stderr=stderr,
-            timeout=50,  # less than what hangs
-        )
-    assert started.returncode == code
-    assert said in (tmp_path / "stderr").read_text()
-    pids = [int(pid) for pid in file.read_text().split()]
-    if backend == "thread":
-        os.kill(pids.pop(), signal.SIGKILL)  # what a thread has started is nobody's to end
-    deadline = time.monotonic() + 5
-    while any(map(in_child, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(in_child, pids))
