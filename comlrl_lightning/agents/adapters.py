@@ -56,27 +56,25 @@ class Grouping:
         """
         if not any(name in layer.lora_A for name in self.names):
             return output
-        down, up = self._factors(index, layer)
-        x = x.to(down.dtype)
+        down, up = self._factors(index, layer, output.dtype)
+        x = x.to(output.dtype)
         if len(set(self.sizes)) == 1:
             return _add_stacked(x, output, down, up)
         sizes = list(self.sizes)
         cuts = (torch.split(x, sizes), torch.split(output, sizes), torch.split(down, 1), torch.split(up, 1))
         return torch.cat([_add_stacked(*part) for part in zip(*cuts, strict=True)])
 
-    def _factors(self, index: int, layer: LoraLayer) -> tuple[Tensor, Tensor]:
+    def _factors(self, index: int, layer: LoraLayer, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if index not in self._stacks:
-            self._stacks[index] = _stack(layer, self.names)
+            down, up = _stack(layer, self.names)
+            self._stacks[index] = down.to(dtype), up.to(dtype)
         return self._stacks[index]
 
 
 def _add_stacked(x: Tensor, output: Tensor, down: Tensor, up: Tensor) -> Tensor:
     groups = len(down)
     low = torch.bmm(x.reshape(groups, -1, x.shape[-1]), down.mT)
-    base = output.reshape(groups, -1, output.shape[-1])
-    if base.dtype == low.dtype == up.dtype:
-        return torch.baddbmm(base, low, up.mT).view(output.shape)
-    return (base + torch.bmm(low, up.mT)).to(output.dtype).view(output.shape)
+    return torch.baddbmm(output.reshape(groups, -1, output.shape[-1]), low, up.mT).view(output.shape)
 
 
 def _stack(layer: LoraLayer, names: Sequence[str]) -> tuple[Tensor, Tensor]:

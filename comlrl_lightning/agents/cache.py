@@ -52,8 +52,3 @@ def new_cache(config: Any) -> DynamicCache:
     cache = DynamicCache(config=config)
     cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
-
-
-def is_plain(cache: DynamicCache) -> bool:
-    """Whether every layer sees all tokens read so far."""
-    return all(type(layer) is RoomyLayer for layer in cache.layers)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comlrl_lightning.agents.adapters import Grouping
-from comlrl_lightning.agents.cache import is_plain, new_cache
+from comlrl_lightning.agents.cache import new_cache
 from comlrl_lightning.agents.language_model import LanguageModel
 from comlrl_lightning.agents.sampling import StopStrings, pick, uniforms
 from comlrl_lightning.agents.settings import Sampling
@@ -168,18 +168,7 @@ class _Batch:
         self.positions = self.positions + 1
         if self.mask is not None:
             self.mask = F.pad(self.mask, (0, 1), value=True)
-        mask = self._visible() if self.mask is None else self.mask
-        return self.model.next_logits(tokens.unsqueeze(1), self.positions.unsqueeze(1), mask, self.cache)
-
-    def _visible(self) -> Tensor | None:
-        """`[G * W, 1, 1, S]` True, where that is faster than no mask: grouped queries in half precision on a CPU."""
-        config = self.model.causal.config
-        if self.owner.device.type != "cpu" or config._attn_implementation != "sdpa" or not is_plain(self.cache):
-            return None
-        if vars(config).get("alibi"):  # it counts the real tokens of a two-dimensional mask
-            return None
-        length = self.cache.get_seq_length() + 1
-        return torch.ones(1, dtype=torch.bool).expand(len(self.owner), 1, 1, length)
+        return self.model.next_logits(tokens.unsqueeze(1), self.positions.unsqueeze(1), self.mask, self.cache)
 
     def _compact(self, width: int) -> Tensor:
         groups = [group for group, running in enumerate(self.running) if running]

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from comlrl_lightning.agents.attention import HALF
 from comlrl_lightning.agents.critic_inputs import CriticReader
 from comlrl_lightning.agents.critic_settings import CriticSettings
-from comlrl_lightning.agents.language_model import HALF, LanguageModel, adapter_name
+from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
 from comlrl_lightning.agents.team import AgentTeam, without_model_card
 from comlrl_lightning.agents.together import run_together
 from comlrl_lightning.rollouts.types import Completion

@@ -16,12 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from comlrl_lightning.agents.adapters import REFERENCE, Adapters, Grouping
+from comlrl_lightning.agents.attention import HALF, use_quick_attention
 from comlrl_lightning.agents.prompts import PromptEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 def adapter_name(agent: int) -> str:
@@ -61,6 +60,7 @@ class LanguageModel(nn.Module):
         self.frozen: LanguageModel | None = None
         self.has_reference = isinstance(network, PeftModel) and reference == "base"
         switch_off_dropout(network)
+        use_quick_attention(self.causal)
         self._keep_adapters_in_float32()
         accepted = inspect.signature(self.causal.base_model.forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
@@ -221,7 +221,7 @@ class LanguageModel(nn.Module):
             columns: `[M]`.
         """
         if self.own_head:
-            return self.hidden_states(ids, positions)[rows, columns], self.head
+            return self.hidden_states(ids, positions)[rows, columns], self.causal.get_output_embeddings()
         first = int(columns.min())
         return self._kept_logits(ids, positions, ids.shape[1] - first)[rows, columns - first], nn.Identity()
 

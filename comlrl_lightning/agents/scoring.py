@@ -15,6 +15,8 @@ from comlrl_lightning.rollouts.types import Completion
 
 MAX_LOGITS = 2**24
 """Most logits that exist at a time."""
+MAX_LOGITS_ON_CPU = 2**22
+"""The same where a larger block of memory is asked of the system each time anew, page by page."""
 
 
 def score(
@@ -42,7 +44,8 @@ def score(
     if model.own_head and model.head_is_adapted:
         lengths = [sum(len(completion.token_ids) for completion in group) for _, group in groups]
         heads = [partial(model.head_as, agent, reference=reference) for agent in agents]
-    chunk_size = max(32, MAX_LOGITS // model.vocabulary_size)
+    most = MAX_LOGITS_ON_CPU if features.device.type == "cpu" else MAX_LOGITS
+    chunk_size = max(32, most // model.vocabulary_size)
     scores = [
         chunked_log_probs(hidden, head, targets, temperature, chunk_size)
         for hidden, head, targets in zip(

@@ -188,7 +188,9 @@ class Learner(ABC):
             importance_level=settings.importance_level,
         )
         entropy = (scores.entropy * mask).sum(1)
-        losses = (policy.loss - settings.entropy_coef * entropy) * like.new_tensor([row.scale for row in rows])
+        # Without a coefficient the entropy is only logged, and its gradient left out.
+        bonus = settings.entropy_coef * entropy if settings.entropy_coef else 0.0
+        losses = (policy.loss - bonus) * like.new_tensor([row.scale for row in rows])
         sampler = pad_rows([torch.tensor(row.completion.log_probs) for row in rows], like)
         behavior = like.detach() if old is None else old
         gap = ((behavior - sampler).abs() * mask).sum(1)
