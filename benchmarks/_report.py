@@ -13,8 +13,8 @@ from benchmarks._works import MEMORY_GOALS, OVER_AGENTS, SPEED_GOALS, Goal, Kind
 
 WHAT: dict[Kind, str] = {
     "magrpo": "MAGRPO end to end",
-    "generate": "sampling alone, after a short warm-up",
-    "update": "loss, backward pass and optimizer step on the same recorded completions, after a short warm-up",
+    "generate": "Sampling alone, after a short warm-up",
+    "update": "Loss, backward pass and optimizer step on the same recorded completions, after a short warm-up",
     "iac": "IAC end to end",
     "maac": "MAAC end to end",
     "madpo": "MADPO end to end: one round, two pairs per item",
@@ -112,9 +112,9 @@ def page(command: str, model: str, rows: Sequence[Row]) -> str:
         parts += ["## Cost as agents are added", "Of whole training steps, two items per update.", agents]
     for name, own in works.items():
         work = own[0].work
-        shape = f"{work.num_agents} agents, {work.num_items} items, {work.num_tokens} tokens"
+        shape = f"{work.num_agents} agents, {_items(work.num_items)}, {work.num_tokens} tokens"
         turns = f", {work.num_turns} turns" if work.num_turns > 1 else ""
-        learned = "" if work.kind == "generate" else f", {work.items_per_update} items per update"
+        learned = "" if work.kind == "generate" else f", {_items(work.items_per_update)} per update"
         parts += [f"## {name}", f"{WHAT[work.kind]}: {shape}{turns}{learned}.", details_table(own)]
     return "\n\n".join(parts) + "\n"
 
@@ -247,6 +247,10 @@ def _goal(goal: Goal | None, unit: str) -> list[str]:
         return ["", ""]
     factor = 100 if unit == "%" else 1
     return [f"{factor * goal.must:g}{unit}", f"{factor * goal.aim:g}{unit}"]
+
+
+def _items(count: int) -> str:
+    return f"{count} item{'' if count == 1 else 's'}"
 
 
 def _seconds_per_token(repeat: Measurement) -> float:

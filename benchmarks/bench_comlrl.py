@@ -34,9 +34,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, once, on two sides")
     parser.add_argument("--works", nargs="+", choices=WORKS, help="what to measure; all of it unless said")
-    parser.add_argument(
-        "--sides", nargs="+", choices=SIDES, help="on which sides; those that suit the work unless said"
-    )
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help="on which sides; the usual ones unless said")
     parser.add_argument("--repeats", type=int, help="3, or 1 with --quick")
     parser.add_argument("--tokens", type=int, default=64, help="for a try: of completions of 64 tokens, in proportion")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="name or folder")
