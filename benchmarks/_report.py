@@ -216,12 +216,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         if name in SPEED_GOALS:
             must = SPEED_GOALS[name].must
             axes.plot([must, must], [place - 0.4, place + 0.4], color="tab:red", linewidth=2)
-    axes.plot([], [], color="tab:red", linewidth=2, label="must be reached")
+    axes.plot([], [], color="tab:red", linewidth=2, label="to be reached")
     axes.axvline(1, color="0.5", linewidth=1)
     axes.set_yticks(range(len(bars)), list(bars))
     axes.invert_yaxis()
     axes.set(xlabel="times as fast as comlrl 1.4.3, best against best", xlim=(0, None))
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside upper right")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

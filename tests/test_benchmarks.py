@@ -201,6 +201,7 @@ def test_plan_interleaves_the_sides() -> None:
     planned = [(side, job.seed) for side, job in plan(options)]
     assert planned == [("comlrl-fp32", 0), ("ours-bf16", 0), ("comlrl-fp32", 1), ("ours-bf16", 1)]
     assert len(plan(parse(["--quick"]))) == len(QUICK) * 2
+    assert {job.model for _, job in plan(parse(["--model", "some/where/small"]))} == {"small"}
 
 
 def test_nothing_runs_when_everything_is_there(tmp_path: Path) -> None:
@@ -223,7 +224,8 @@ def test_reward_is_the_task_s_for_two_agents_and_counts_all_texts_for_more() -> 
 
 
 def test_second_prompts_differ_but_not_in_length() -> None:
-    made = [external_transition(prompt="Task", agent_completions=[text, "x"], num_agents=2) for text in ("a", "b")]
+    texts = ("a", "2")  # the code of the second has less than three digits
+    made = [external_transition(prompt="Task", agent_completions=[text, "x"], num_agents=2) for text in texts]
     assert made[0] != made[1]
     assert {len(prompt) for prompts in made for prompt in prompts} == {len("Task\nWrite version 000.")}
 
