@@ -161,7 +161,7 @@ def test_picture(tmp_path: Path) -> None:
     assert (tmp_path / "one.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("count", ["num_updates", "num_joint", "num_prompt_tokens", "num_completion_tokens"])
+@pytest.mark.parametrize("count", [*vars(DONE)])
 def test_unequal_work_is_refused(count: str) -> None:
     other = replace(DONE, **{count: 7})
     pair = [*runs("update", "comlrl-fp32", 9.0), *runs("update", "ours-bf16", 1.0, done=other)]
