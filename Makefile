@@ -49,8 +49,8 @@ lint: $(STAMP) ## Check format and lint
 types: $(STAMP) ## Check types of the package and the tests
 	$(BIN)/mypy
 
-bench: $(STAMP) ## Measure speed and memory
-	set -e; for script in benchmarks/bench_*.py; do $(OFFLINE) $(BIN)/python $$script $(ARGS); done
+bench: $(STAMP) ## Measure speed and memory beside comlrl: hours, or some minutes with ARGS=--quick
+	$(BIN)/python benchmarks/bench_comlrl.py $(ARGS)
 
 mutants: $(STAMP) ## Change the code in small ways and count how many changes the tests notice
 	$(OFFLINE) $(BIN)/mutmut run $(ARGS)

@@ -1,145 +1,264 @@
-"""From measurements to `results.json` and a Markdown table."""
+"""From measurements to a Markdown page and a picture."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmarks._job import Measurement
+from benchmarks._results import Row, machine
+from benchmarks._works import MEMORY_GOALS, OVER_AGENTS, SPEED_GOALS, Goal, Kind
 
-
-@dataclass(frozen=True)
-class Side:
-    """One way to run the work."""
-
-    module: str
-    """Python module that runs it."""
-    dtype: str
-    full: bool
-
-    @property
-    def is_comlrl(self) -> bool:
-        """Whether it runs in the environment of comlrl."""
-        return self.module == "_comlrl_side"
-
-    @property
-    def label(self) -> str:
-        """Its name in the table."""
-        trained = "all weights, a model per agent" if self.full else "LoRA rank 16, one frozen base"
-        return f"{'comlrl 1.4.3' if self.is_comlrl else 'comlrl_lightning'} | {self.dtype} | {trained}"
-
-
-SIDES = {
-    "comlrl-fp32": Side("_comlrl_side", "float32", True),
-    "comlrl-bf16": Side("_comlrl_side", "bfloat16", True),
-    "ours-fp32": Side("_our_side", "float32", False),
-    "ours-bf16": Side("_our_side", "bfloat16", False),
-    "ours-full-fp32": Side("_our_side", "float32", True),
+WHAT: dict[Kind, str] = {
+    "magrpo": "MAGRPO end to end",
+    "generate": "Sampling alone, after a short warm-up",
+    "update": "Loss, backward pass and optimizer step on the same recorded completions, after a short warm-up",
+    "iac": "IAC end to end",
+    "maac": "MAAC end to end",
+    "madpo": "MADPO end to end: one round, two pairs per item",
 }
 
 
 @dataclass(frozen=True)
-class Row:
-    """All repeats of one side on one work."""
+class Comparison:
+    """One side of comlrl against one of this package on the same work."""
 
-    benchmark: str
-    items_per_update: int
-    side: str
-    repeats: list[Measurement]
+    theirs: Row
+    ours: Row
 
-    def spread(self, value: Callable[[Measurement], float], digits: int = 1) -> str:
-        """Median of a value, and its range in brackets."""
-        return _spread([value(repeat) for repeat in self.repeats], digits)
+    @property
+    def speedups(self) -> list[float]:
+        """How many times as fast this package is, repeat by repeat."""
+        return self.theirs.ratios(self.ours, wall)
 
-    def ratio(self, other: Row, value: Callable[[Measurement], float]) -> list[float]:
-        """Value of this row over that of another, repeat by repeat, which ran one after the other."""
-        return [value(mine) / value(its) for mine, its in zip(self.repeats, other.repeats, strict=False)]
-
-
-def machine() -> dict[str, Any]:
-    """Processor, cores and system."""
-    name = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
-    return {"processor": name, "num_cores": os.cpu_count(), "system": platform.system(), "num_threads_per_side": 1}
+    @property
+    def memory_shares(self) -> list[float]:
+        """Share of comlrl's peak memory, repeat by repeat."""
+        return self.ours.ratios(self.theirs, peak)
 
 
-def write(folder: Path, command: str, settings: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Write `results.json` and `RESULTS.md`.
+def wall(repeat: Measurement) -> float:
+    """Seconds of one repeat."""
+    return repeat.wall_seconds
+
+
+def peak(repeat: Measurement) -> float:
+    """Largest memory of one repeat."""
+    return repeat.peak_bytes
+
+
+def best_against_best(rows: Sequence[Row]) -> Comparison | None:
+    """The fastest side of comlrl against the fastest of this package; None if one is missing.
 
     Args:
-        folder: Where they go.
-        command: What was typed.
-        settings: What all rows have in common.
+        rows: Those of one work.
+    """
+    theirs = [row for row in rows if row.side.is_comlrl]
+    ours = [row for row in rows if not row.side.is_comlrl]
+    if not theirs or not ours:
+        return None
+    fastest, own = (min(those, key=lambda row: row.median(wall)) for those in (theirs, ours))
+    return Comparison(fastest, own) if fastest.ratios(own, wall) else None
+
+
+def fp32_against_fp32(rows: Sequence[Row]) -> Comparison | None:
+    """Both in float32, each with what it trains by default; None if one is missing.
+
+    Args:
+        rows: Those of one work.
+    """
+    named = {row.name: row for row in rows}
+    if "comlrl-fp32" not in named or "ours-fp32" not in named:
+        return None
+    comparison = Comparison(named["comlrl-fp32"], named["ours-fp32"])
+    return comparison if comparison.speedups else None
+
+
+def by_work(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each work."""
+    return {name: [row for row in rows if row.work.name == name] for name in dict.fromkeys(r.work.name for r in rows)}
+
+
+def page(command: str, model: str, rows: Sequence[Row]) -> str:
+    """Return the page.
+
+    Args:
+        command: What makes the same measurement elsewhere.
+        model: Name of the model.
         rows: The measurements.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {"command": command, "machine": machine(), "settings": settings}
-    plain = [{**asdict(row), **asdict(SIDES[row.side])} for row in rows]
-    (folder / "results.json").write_text(json.dumps({**content, "rows": plain}, indent=1) + "\n", encoding="utf-8")
-    (folder / "RESULTS.md").write_text(markdown(command, settings, rows), encoding="utf-8")
-
-
-def markdown(command: str, settings: dict[str, Any], rows: Sequence[Row]) -> str:
-    """Return the page with the table of every work."""
+    works = by_work(rows)
     where = machine()
     parts = [
         "# comlrl_lightning and comlrl 1.4.3, side by side",
         f"`{command}`",
-        f"MAGRPO end to end: {settings['model']}, {settings['num_agents']} agents, K={settings['num_generations']},"
-        f" {settings['num_items']} items of the length-ratio task, every completion exactly"
-        f" {settings['num_tokens']} tokens, sampled at temperature 1 from the whole vocabulary. Same prompts and same"
-        f" number of sampled tokens, joint completions and updates, checked. {where['processor']}, one thread per side"
-        " (`OMP_NUM_THREADS=1`), each run in a process of its own, sides interleaved, median of"
-        f" {settings['repeats']} repeats with the range in brackets. Loading is not timed. Peak memory is the largest"
-        " resident size of the process. comlrl trains all weights of one model per agent; in bfloat16 so do its"
-        " optimizer states, at a loss of precision. comlrl_lightning keeps adapters in float32. Times differ from"
-        " machine to machine: look at the ratios.",
+        f"{model}, length-ratio task, K=4, completions of exactly the given number of tokens, sampled at temperature 1"
+        " from the whole vocabulary. Same prompts and same number of sampled tokens, joint completions and updates,"
+        f" checked. {where['processor']}, {where['num_cores']} cores, one thread per side (`OMP_NUM_THREADS=1`), each"
+        " run in a process of its own, sides interleaved. Ratios are taken repeat by repeat; the median stands first,"
+        " the range in brackets. Loading is not timed. Peak memory is the largest resident size of the process. comlrl"
+        " trains all weights of one model per agent; in bfloat16 so do its optimizer states, at a loss of precision."
+        " comlrl_lightning keeps adapters in float32. Times differ from machine to machine: look at the ratios.",
+        "![Times as fast as comlrl](speedup.png)",
+        "## Goals",
+        "Best against best: the fastest side of comlrl over the fastest of comlrl_lightning on that work. The memory"
+        " share is that of the same two.",
+        goals_table(works),
     ]
-    for items_per_update in sorted({row.items_per_update for row in rows}, reverse=True):
-        parts += [
-            f"## Items per update: {items_per_update}",
-            _table([row for row in rows if row.items_per_update == items_per_update]),
-        ]
+    agents = agents_table(works)
+    if agents:
+        parts += ["## Cost as agents are added", "Of whole training steps, two items per update.", agents]
+    for name, own in works.items():
+        work = own[0].work
+        shape = f"{work.num_agents} agents, {_items(work.num_items)}, {work.num_tokens} tokens"
+        turns = f", {work.num_turns} turns" if work.num_turns > 1 else ""
+        learned = "" if work.kind == "generate" else f", {_items(work.items_per_update)} per update"
+        parts += [f"## {name}", f"{WHAT[work.kind]}: {shape}{turns}{learned}.", details_table(own)]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(rows: Sequence[Row]) -> str:
-    baselines = [row for row in rows if SIDES[row.side].is_comlrl]
-    columns = ["library", "weights", "trained", "wall s", "generation s", "update s", "joint completions/s", "peak GB"]
-    columns += [f"{what} {SIDES[row.side].dtype} comlrl" for row in baselines for what in ("speed over", "memory of")]
-    return "\n".join([_line(columns), "|---" * len(columns) + "|", *(_line(_cells(row, baselines)) for row in rows)])
+def goals_table(works: dict[str, list[Row]]) -> str:
+    """What is to be reached and what was measured."""
+    lines = []
+    for name, rows in works.items():
+        best, fp32 = best_against_best(rows), fp32_against_fp32(rows)
+        sides = "" if best is None else f"{best.theirs.side.dtype} / {best.ours.side.dtype}"
+        speeds = ["" if one is None else spread(one.speedups, 2, "x") for one in (best, fp32)]
+        share = "" if best is None else percent(best.memory_shares)
+        lines.append([name, *_goal(SPEED_GOALS.get(name), "x"), speeds[0], speeds[1], share, sides])
+        if name in MEMORY_GOALS:
+            shares = ["" if one is None else percent(one.memory_shares) for one in (best, fp32)]
+            lines.append([f"{name}, peak memory", *_goal(MEMORY_GOALS[name], "%"), *shares, "", sides])
+    columns = ["work", 'goal "must"', 'goal "aim"', "best against best", "fp32 against fp32", "memory share"]
+    return table([*columns, "formats of the best"], lines)
+
+
+def agents_table(works: dict[str, list[Row]]) -> str:
+    """What a joint completion and a token of it cost with more agents; empty unless there are several works to compare.
+
+    Args:
+        works: Rows by work.
+    """
+    rows = [row for name in OVER_AGENTS for row in works.get(name, [])]
+    lines = []
+    for side in dict.fromkeys(row.name for row in rows):
+        own = [row for row in rows if row.name == side]
+        first = own[0]
+        for row in own if len(own) > 1 else ():
+            against = row.ratios(first, _seconds_per_token)
+            lines.append(
+                [
+                    f"{row.side.library}, {row.side.dtype}",
+                    str(row.work.num_agents),
+                    _number(row.median(lambda repeat: repeat.wall_seconds / repeat.done.num_joint), 2),
+                    _number(1000 * row.median(_seconds_per_token), 2),
+                    spread(against, 2, "x") if against else "",
+                ]
+            )
+    columns = ["library", "agents", "s per joint completion", "ms per completion token", "per token against the first"]
+    return table(columns, lines) if lines else ""
+
+
+def details_table(rows: Sequence[Row]) -> str:
+    """All that was measured of one work."""
+    baselines = [row for row in rows if row.side.is_comlrl]
+    columns = ["library", "weights", "trained", "wall s", "generation s", "update s", "joint completions/s"]
+    columns += ["tokens/s", "peak GB"]
+    columns += [f"{what} {row.side.dtype} comlrl" for row in baselines for what in ("speed over", "memory of")]
+    return table(columns, [_cells(row, baselines) for row in rows])
 
 
 def _cells(row: Row, baselines: Sequence[Row]) -> list[str]:
+    def cell(value: Callable[[Measurement], float | None], digits: int) -> str:
+        values = [number for number in map(value, row.repeats.values()) if number is not None]
+        return spread(values, digits) if values else ""
+
     cells = [
-        SIDES[row.side].label,
-        row.spread(_wall),
-        row.spread(lambda repeat: repeat.generation_seconds),
-        row.spread(lambda repeat: repeat.update_seconds),
-        row.spread(lambda repeat: repeat.work.num_joint / repeat.wall_seconds, 3),
-        row.spread(lambda repeat: repeat.peak_bytes / 1e9, 2),
+        row.side.library,
+        row.side.dtype,
+        row.side.trained(row.work.kind),
+        cell(wall, 1),
+        cell(lambda repeat: repeat.generation_seconds, 1),
+        cell(lambda repeat: repeat.update_seconds, 1),
+        cell(lambda repeat: repeat.done.num_joint / repeat.wall_seconds, 3),
+        cell(lambda repeat: repeat.done.num_completion_tokens / repeat.wall_seconds, 1),
+        cell(lambda repeat: repeat.peak_bytes / 1e9, 2),
     ]
     for baseline in baselines:
-        cells.append(_spread(baseline.ratio(row, _wall), 2, "x"))
-        cells.append(f"{100 * median(row.ratio(baseline, lambda repeat: repeat.peak_bytes)):.0f}%")
+        speeds, shares = baseline.ratios(row, wall), row.ratios(baseline, peak)
+        cells += [spread(speeds, 2, "x"), percent(shares)] if speeds else ["", ""]
     return cells
 
 
-def _wall(repeat: Measurement) -> float:
-    return repeat.wall_seconds
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw how many times as fast each work is, with marks of what must be reached.
+
+    Args:
+        rows: The measurements.
+        path: Of the picture.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    found = {name: best_against_best(own) for name, own in by_work(rows).items()}
+    bars = {name: comparison.speedups for name, comparison in found.items() if comparison is not None}
+    if not bars:
+        return
+    figure, axes = plt.subplots(figsize=(7, 1 + 0.35 * len(bars)), layout="constrained")
+    for place, (name, speedups) in enumerate(bars.items()):
+        middle = median(speedups)
+        reach = [[middle - min(speedups)], [max(speedups) - middle]]
+        axes.barh(place, middle, xerr=reach, color="tab:blue", error_kw={"ecolor": "0.3", "capsize": 3})
+        if name in SPEED_GOALS:
+            must = SPEED_GOALS[name].must
+            axes.plot([must, must], [place - 0.4, place + 0.4], color="tab:red", linewidth=2)
+    axes.plot([], [], color="tab:red", linewidth=2, label="to be reached")
+    axes.axvline(1, color="0.5", linewidth=1)
+    axes.set_yticks(range(len(bars)), list(bars))
+    axes.invert_yaxis()
+    axes.set(xlabel="times as fast as comlrl 1.4.3, best against best", xlim=(0, None))
+    figure.legend(loc="outside upper right")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
-def _spread(values: Sequence[float], digits: int, unit: str = "") -> str:
-    middle, least, most = (f"{value:.{digits}f}" for value in (median(values), min(values), max(values)))
+def spread(values: Sequence[float], digits: int, unit: str = "") -> str:
+    """Median and, of several values, the range in brackets."""
+    middle, least, most = (_number(value, digits) for value in (median(values), min(values), max(values)))
     return f"{middle}{unit} ({least}-{most})" if len(values) > 1 else f"{middle}{unit}"
+
+
+def percent(shares: Sequence[float]) -> str:
+    """Shares in percent."""
+    return spread([100 * share for share in shares], 0, "%")
+
+
+def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join([_line(columns), "|---" * len(columns) + "|", *map(_line, lines)])
+
+
+def _goal(goal: Goal | None, unit: str) -> list[str]:
+    if goal is None:
+        return ["", ""]
+    factor = 100 if unit == "%" else 1
+    return [f"{factor * goal.must:g}{unit}", f"{factor * goal.aim:g}{unit}"]
+
+
+def _items(count: int) -> str:
+    return f"{count} item{'' if count == 1 else 's'}"
+
+
+def _seconds_per_token(repeat: Measurement) -> float:
+    return repeat.wall_seconds / repeat.done.num_completion_tokens
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}"
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -1,8 +1,10 @@
-"""Run comlrl 1.4.3 and this package side by side: time and memory of MAGRPO, end to end.
+"""Run comlrl 1.4.3 and this package side by side: time and memory of sampling, updates and whole algorithms.
 
-    make bench ARGS="--model SmolLM2-135M-Instruct"
+    make bench                          # everything, three times: one to two hours on two cores
+    make bench ARGS="--quick"           # four works, once: some minutes
+    make bench ARGS="--works tree iac --repeats 1 --out runs/bench"
 
-writes ``benchmarks/results.json`` and ``benchmarks/RESULTS.md``. comlrl gets an environment of its own in
+writes `results.json` after every measurement, `RESULTS.md` and `speedup.png`. comlrl gets an environment of its own in
 ``build/comlrl_env``, made on the first run with the versions of ``constraints.txt`` (pip's own variables, such as
 PIP_EXTRA_INDEX_URL, choose another torch build), unless ``--comlrl-python`` names an interpreter that has it.
 """
@@ -10,159 +12,115 @@ PIP_EXTRA_INDEX_URL, choose another torch build), unless ``--comlrl-python`` nam
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
-import venv
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # started as a file, not with -m
     sys.path.insert(0, str(ROOT))
 
-from benchmarks._job import NUM_AGENTS, NUM_GENERATIONS, Job, Measurement  # noqa: E402
-from benchmarks._report import SIDES, Row, write  # noqa: E402
-
-COMLRL_VERSION = "1.4.3"
-
-
-def comlrl_interpreter(given: Path | None, constraints: Path) -> Path:
-    """Return an interpreter that has comlrl, and install it first if none was given.
-
-    Args:
-        given: The interpreter, if there is one.
-        constraints: Versions for pip.
-    """
-    if given is not None:
-        return check_version(given.absolute())  # not resolved: a link in a virtual environment is what makes it one
-    folder = ROOT / "build" / "comlrl_env"
-    python = folder / "bin" / "python"
-    finished = folder / ".installed"
-    if not finished.exists():
-        print(f"Installing comlrl {COMLRL_VERSION} into {folder.relative_to(ROOT)}", flush=True)
-        venv.create(folder, with_pip=True, clear=True)
-        pip = [str(python), "-m", "pip", "install", "-q", "-c", str(constraints)]
-        subprocess.run([*pip, "torch", f"comlrl=={COMLRL_VERSION}"], check=True)  # comlrl does not name torch itself
-        finished.touch()
-    return check_version(python)
+from benchmarks import _results  # noqa: E402
+from benchmarks._environment import COMLRL_VERSION, comlrl_interpreter, measure  # noqa: E402
+from benchmarks._job import Job  # noqa: E402
+from benchmarks._model import DEFAULT_MODEL, model_folder  # noqa: E402
+from benchmarks._report import draw, page  # noqa: E402
+from benchmarks._results import Run, check_equal_work, finished, rows  # noqa: E402
+from benchmarks._works import MICRO_BATCH_TOKENS, QUICK, SIDES, WORKS, sides_of  # noqa: E402
 
 
-def check_version(python: Path) -> Path:
-    """Return the interpreter if it has the right comlrl.
-
-    Args:
-        python: Interpreter.
-
-    Raises:
-        ValueError: If not.
-    """
-    query = [str(python), "-c", "import importlib.metadata as m; print(m.version('comlrl'))"]
-    found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    if found != COMLRL_VERSION:
-        raise ValueError(
-            f"--comlrl-python={python} has comlrl {found or '(none)'}. Use an environment with comlrl {COMLRL_VERSION}."
-        )
-    return python
-
-
-def measure(python: Path, module: str, job: Job) -> Measurement:
-    """Run one job in a process of its own.
-
-    Args:
-        python: Interpreter.
-        module: Module of one side.
-        job: What to run.
-
-    Raises:
-        RuntimeError: If it fails.
-    """
-    variables = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
-    done = subprocess.run(
-        [python, "-m", f"benchmarks.{module}"],
-        input=json.dumps(asdict(job)),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, **variables},
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"benchmarks.{module} failed with code {done.returncode}:\n{done.stderr[-4000:]}")
-    return Measurement.from_json(done.stdout.splitlines()[-1])
-
-
-def check_equal_work(rows: list[Row]) -> None:
-    """Refuse a comparison of runs that did not do the same.
-
-    Args:
-        rows: The measurements so far.
-
-    Raises:
-        RuntimeError: If they differ.
-    """
-    for row in rows:
-        first = next(other for other in rows if other.items_per_update == row.items_per_update)
-        for repeat in row.repeats:
-            if repeat.work != first.repeats[0].work:
-                raise RuntimeError(f"{row.side} did {repeat.work}, {first.side} did {first.repeats[0].work}.")
-
-
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="name or folder")
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, once, on two sides")
+    parser.add_argument("--works", nargs="+", choices=WORKS, help="what to measure; all of it unless said")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help="on which sides; the usual ones unless said")
+    parser.add_argument("--repeats", type=int, help="3, or 1 with --quick")
+    parser.add_argument("--tokens", type=int, default=64, help="for a try: of completions of 64 tokens, in proportion")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="name or folder")
     parser.add_argument(
         "--comlrl-python", type=Path, help=f"interpreter of an environment with comlrl {COMLRL_VERSION}"
     )
     parser.add_argument("--constraints", type=Path, default=ROOT / "constraints.txt", help="versions for pip")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--items", type=int, default=4, help="task items per run")
-    parser.add_argument("--items-per-update", type=int, nargs="+", default=[4], help="one table for each")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of every completion")
-    parser.add_argument(
-        "--sides", nargs="+", choices=SIDES, default=["comlrl-fp32", "comlrl-bf16", "ours-fp32", "ours-bf16"]
-    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", help="folder of the results")
-    return parser.parse_args()
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what --out already holds of the same jobs; not after a change"
+    )
+    options = parser.parse_args(arguments)
+    options.repeats = options.repeats or (1 if options.quick else 3)
+    options.works = options.works or list(QUICK if options.quick else WORKS)
+    return options
+
+
+def plan(options: argparse.Namespace) -> list[tuple[str, Job]]:
+    """Side and job of every run in their order: repeat by repeat, work by work, the sides of a work one by one.
+
+    Args:
+        options: The command line.
+    """
+    planned = []
+    for repeat in range(options.repeats):
+        for name in options.works:
+            work = WORKS[name].shortened(options.tokens)
+            for chosen in sides_of(work, options.sides, options.quick):
+                side = SIDES[chosen]
+                micro_batch_tokens = None if side.is_comlrl else MICRO_BATCH_TOKENS
+                job = Job(Path(options.model).name, work, side.dtype, side.full, repeat, micro_batch_tokens)
+                planned.append((chosen, job))
+    return planned
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run every side on every work, one after the other, again and again, and write the results after each repeat."""
-    model = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
+    """Run what is planned and write the results as they come.
+
+    Args:
+        options: The command line.
+    """
+    planned = plan(options)
+    runs = finished(options.out, planned) if options.resume else []
+    if runs:
+        print(f"{len(runs)} of {len(planned)} runs are there already", flush=True)
+    done = {(run.side, run.job) for run in runs}
+    model = model_folder(options.model)
     interpreters = {False: Path(sys.executable)}
-    if any(SIDES[side].is_comlrl for side in options.sides):
+    if any(SIDES[name].is_comlrl for name, _ in planned):
         interpreters[True] = comlrl_interpreter(options.comlrl_python, options.constraints)
-    rows = [Row("magrpo", per_update, side, []) for per_update in options.items_per_update for side in options.sides]
-    settings = {"model": Path(model).name, "num_items": options.items, "num_tokens": options.tokens}
-    settings |= {"num_agents": NUM_AGENTS, "num_generations": NUM_GENERATIONS}
-    for repeat in range(options.repeats):
-        for row in rows:
-            side = SIDES[row.side]
-            job = Job(model, side.dtype, side.full, options.items, row.items_per_update, options.tokens, repeat)
-            row.repeats.append(measure(interpreters[side.is_comlrl], side.module, job))
-            print(describe(row), flush=True)
-            check_equal_work([row for row in rows if row.repeats])
-        write(options.out, command(options), {**settings, "repeats": repeat + 1}, rows)
+    for name, job in planned:
+        if (name, job) in done:
+            continue
+        is_comlrl = SIDES[name].is_comlrl
+        module = "_comlrl_side" if is_comlrl else "_our_side"
+        runs.append(Run(name, job, measure(interpreters[is_comlrl], module, replace(job, model=str(model)))))
+        print(describe(runs[-1]), flush=True)
+        check_equal_work(runs)
+        _results.save(options.out, command(options), runs)
+        text = page(command(options), Path(options.model).name, rows(runs))
+        (options.out / "RESULTS.md").write_text(text, encoding="utf-8")
+    draw(rows(runs), options.out / "speedup.png")
 
 
-def describe(row: Row) -> str:
-    """Return one line about the last run of a row."""
-    last = row.repeats[-1]
-    return (
-        f"{row.side:14} {row.items_per_update} items per update: {last.wall_seconds:6.1f} s, of it generation"
-        f" {last.generation_seconds:.1f} and update {last.update_seconds:.1f}; {last.peak_bytes / 1e9:.2f} GB"
-    )
+def describe(run: Run) -> str:
+    """Return one line about a run."""
+    taken = run.measurement
+    parts = {"generation": taken.generation_seconds, "update": taken.update_seconds}
+    split = " and ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds is not None)
+    seconds = f"{taken.wall_seconds:6.1f} s, of it {split}"
+    return f"{run.job.work.name:12} {run.side:14} {seconds}; {taken.peak_bytes / 1e9:.2f} GB"
 
 
 def command(options: argparse.Namespace) -> str:
     """Return what makes the same measurement elsewhere: no paths of this machine."""
-    flags: dict[str, Any] = {"model": Path(options.model).name, "repeats": options.repeats, "items": options.items}
-    flags |= {"items-per-update": options.items_per_update, "tokens": options.tokens, "sides": options.sides}
-    texts = {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in flags.items()}
-    return "python benchmarks/bench_comlrl.py " + " ".join(f"--{name} {text}" for name, text in texts.items())
+    parts = ["python benchmarks/bench_comlrl.py", f"--model {Path(options.model).name}"]
+    if options.quick:
+        parts.append("--quick")
+    if options.works != list(QUICK if options.quick else WORKS):
+        parts.append(f"--works {' '.join(options.works)}")
+    if options.sides:
+        parts.append(f"--sides {' '.join(options.sides)}")
+    parts.append(f"--repeats {options.repeats}")
+    if options.tokens != 64:
+        parts.append(f"--tokens {options.tokens}")
+    return " ".join(parts)
 
 
 if __name__ == "__main__":
