@@ -27,10 +27,11 @@ from benchmarks._model import DEFAULT_MODEL, model_folder
 from benchmarks._report import table
 from benchmarks._works import MICRO_BATCH_TOKENS
 from comlrl_lightning import MAGRPO, Sampling, SharedBase, TaskDataModule
+from comlrl_lightning.agents.team import TokenScores
 
 NUM_ITEMS = 4
-PARTS = ("body, sampling", "head, sampling", "body, update", "head, update", "backward", "optimizer")
-"""What counts as inside; the head's second forward pass, inside of the backward one, counts there."""
+PARTS = ("body, sampling", "head, sampling", "log-probabilities, update", "backward", "optimizer")
+"""What counts as inside. The log-probabilities of an update are the forward passes of body and head up to the loss."""
 
 
 class Clock:
@@ -67,13 +68,9 @@ class Clock:
         self.leave(part)
 
     def watch(self, module: nn.Module, name: str) -> None:
-        """Time the forward passes of a module, apart with gradients (update) and without (sampling)."""
-
-        def leave(*_: Any) -> None:
-            self.leave(f"{name}, {'update' if torch.is_grad_enabled() else 'sampling'}")
-
+        """Time the forward passes of a module outside of other parts."""
         module.register_forward_pre_hook(lambda *_: self.enter())
-        module.register_forward_hook(leave)
+        module.register_forward_hook(lambda *_: self.leave(name))
 
 
 class TimedMAGRPO(MAGRPO):
@@ -136,8 +133,15 @@ def step(model: str, dtype: str, num_tokens: int) -> tuple[Clock, float]:
     module.clock = Clock()
     module.configure_model()
     (language_model,) = module.team.language_models()
-    module.clock.watch(language_model.causal.base_model, "body")
-    module.clock.watch(language_model.causal.get_output_embeddings(), "head")
+    module.clock.watch(language_model.causal.base_model, "body, sampling")
+    module.clock.watch(language_model.causal.get_output_embeddings(), "head, sampling")
+    log_probs = module.team.log_probs
+
+    def timed(*args: Any, **kwargs: Any) -> TokenScores:
+        with module.clock.timed("log-probabilities, update"):
+            return log_probs(*args, **kwargs)
+
+    module.team.log_probs = timed  # type: ignore[method-assign]
     steps = Steps()
     trainer = Trainer(
         max_epochs=1,
