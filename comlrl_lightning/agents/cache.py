@@ -52,3 +52,10 @@ def new_cache(config: Any) -> DynamicCache:
     cache = DynamicCache(config=config)
     cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def sees_everything(config: Any) -> bool:
+    """Whether all layers of a model with this configuration see all tokens read so far, wherever they stand."""
+    layers = DynamicCache(config=config).layers
+    # Slopes of attention (alibi) count the real tokens of a mask.
+    return bool(layers) and all(type(layer) is DynamicLayer for layer in layers) and not vars(config).get("alibi")

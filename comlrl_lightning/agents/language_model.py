@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from comlrl_lightning.agents.adapters import REFERENCE, Adapters, Grouping
 from comlrl_lightning.agents.attention import HALF, use_quick_attention
+from comlrl_lightning.agents.cache import sees_everything
 from comlrl_lightning.agents.prompts import PromptEncoder
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class LanguageModel(nn.Module):
         self._takes_positions = "position_ids" in accepted
         self.own_head = self._check_head()
         """Whether the logits are just the head's product with the hidden states."""
+        self.reads_prompts_once = self.own_head and self._takes_positions and sees_everything(self.causal.config)
+        """Whether completions of the same prompt share its reading when they are scored."""
         if not self._takes_positions:
             self._check_padding()
 
@@ -283,6 +286,7 @@ class LanguageModel(nn.Module):
         run = partial(checkpoint, use_reentrant=False)
         if self.adapters is not None:
             run = partial(run, context_fn=self.adapters.checkpoint_contexts)
+        self.reads_prompts_once = False  # transformers gives no keys and values away while it checkpoints
         self.causal._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=run)
 
     def add_reference(self) -> None:

@@ -69,6 +69,7 @@ def _shard(model: LanguageModel, mesh: DeviceMesh) -> None:
     if "ignored_params" not in inspect.signature(fully_shard).parameters:
         raise ValueError(f"ShardedParallel() needs torch 2.7, and this is {torch.__version__}. Install a newer one.")
     body = model.causal.base_model
+    model.reads_prompts_once = False  # all ranks must go through the same layers in the same order, backwards too
     adapters = set(model.adapter_parameters())
     for layer in _decoder_layers(model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=adapters)

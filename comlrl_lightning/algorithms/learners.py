@@ -19,9 +19,8 @@ from comlrl_lightning.algorithms.rows import (
     PolicyRow,
     PreparedNode,
     UpdateStats,
-    micro_batches,
+    completion_batches,
     pad_rows,
-    sequence_lengths,
 )
 from comlrl_lightning.algorithms.settings import PolicySettings
 from comlrl_lightning.distributed import all_reduce_sum
@@ -117,14 +116,14 @@ class Learner(ABC):
         of_model: defaultdict[LanguageModel, list[int]] = defaultdict(list)
         for position, one in enumerate(completions):
             of_model[self.team.speaker(one.agent)].append(position)
-        lengths = sequence_lengths(completions)
-        queues = [
-            [
-                (model, [positions[row] for row in batch])
-                for batch in micro_batches([lengths[position] for position in positions], self.micro_batch_tokens)
-            ]
-            for model, positions in of_model.items()
-        ]
+        queues = []
+        for model, positions in of_model.items():
+            batches = completion_batches(
+                [completions[position] for position in positions],
+                self.micro_batch_tokens,
+                reads_prompts_once=model.reads_prompts_once,
+            )
+            queues.append([(model, [positions[row] for row in batch]) for batch in batches])
         if not self.team.concurrent:
             return [[batch] for batch in chain.from_iterable(queues)]
         return [[batch for batch in batches if batch is not None] for batches in zip_longest(*queues)]

@@ -9,6 +9,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from comlrl_lightning.agents.scoring import num_padded_tokens
 from comlrl_lightning.distributed import all_reduce_sum
 from comlrl_lightning.metrics import MetricTable, agent_key
 from comlrl_lightning.rollouts.types import Completion
@@ -114,6 +115,38 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
         else:
             batches.append([position])
     return batches
+
+
+def completion_batches(
+    completions: Sequence[Completion], token_budget: int, *, reads_prompts_once: bool
+) -> list[list[int]]:
+    """Positions of completions, cut so that a padded batch stays within the token budget.
+
+    Completions of the same prompt stand together if that makes fewer tokens to read than the order by length.
+
+    Args:
+        completions: `[R]` completions of one language model.
+        token_budget: Padded tokens per batch; a longer row gets a batch of its own.
+        reads_prompts_once: Of the language model.
+    """
+    by_length = micro_batches(sequence_lengths(completions), token_budget)
+    if not reads_prompts_once:
+        return by_length
+
+    def cost(rows: Sequence[int]) -> int:
+        return num_padded_tokens([completions[row] for row in rows], reads_prompts_once=True)
+
+    by_prompt: list[list[int]] = []
+    for position in sorted(range(len(completions)), key=lambda row: _by_prompt(completions[row], row)):
+        if by_prompt and cost([*by_prompt[-1], position]) <= token_budget:
+            by_prompt[-1].append(position)
+        else:
+            by_prompt.append([position])
+    return min(by_length, by_prompt, key=lambda batches: sum(map(cost, batches)))
+
+
+def _by_prompt(one: Completion, row: int) -> tuple[int, int, tuple[int, ...], int, int]:
+    return len(one.prompt_ids), one.agent, one.prompt_ids, len(one.token_ids), row
 
 
 def pad_rows(rows: Sequence[Tensor], like: Tensor) -> Tensor:

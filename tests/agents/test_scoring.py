@@ -25,7 +25,7 @@ from tests.agents.helpers import (
     trained,
     written,
 )
-from tests.tiny_lm import tiny_gpt2, tiny_llama, tiny_qwen2, tiny_tokenizer
+from tests.tiny_lm import tiny_gemma, tiny_gpt2, tiny_llama, tiny_qwen2, tiny_tokenizer
 
 AGENTS = [1, 0, 0, 1, 0]
 
@@ -130,7 +130,7 @@ def test_layers_are_computed_again_in_the_backward_pass() -> None:
 def test_a_chunked_head_gives_the_same_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     team, rows = shared_team(lora=LoraSettings(target_modules=["lm_head"])).double(), written(3, [0, 1] * 12)
     whole = team_gradients(team, rows, 1.0)
-    monkeypatch.setattr(scoring, "MAX_LOGITS", 1)
+    monkeypatch.setattr(scoring, "MAX_LOGITS_ON_CPU", 1)
     assert_equal_gradients(team_gradients(team, rows, 1.0), whole)
 
 
@@ -233,3 +233,79 @@ def test_the_reference_of_full_fine_tuning_is_a_frozen_copy() -> None:
     stir(team, 0.1)
     torch.testing.assert_close(reference_scores(team, rows), at_first, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(team.log_probs(rows, temperature=1.0).log_probs, at_first, atol=0.1)
+
+
+def answers(seed: int, sizes: Sequence[tuple[int, int]]) -> list[Completion]:
+    """Random completions; each (agent, K) stands for a prompt of its own that gets K answers."""
+    rows = []
+    for place, (agent, count) in enumerate(sizes):
+        written_once = written(seed + place, [agent] * count)
+        prompt = written(100 + seed + place, [agent])[0].prompt_ids * 3
+        rows += [completion(agent, prompt, row.token_ids) for row in written_once]
+    return rows
+
+
+class TestPromptsReadOnce:
+    SIZES = ((0, 4), (1, 3), (0, 2), (1, 1))
+
+    @pytest.mark.parametrize("make", ARCHITECTURES)
+    @pytest.mark.parametrize("temperature", [1.0, 0.5])
+    def test_scores_and_gradients_stay(
+        self, make: Callable[[], PreTrainedModel], temperature: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        team, rows = shared_team(make()).double().train(), answers(0, self.SIZES)
+        assert any(len(row.token_ids) == 1 for row in rows)
+        gradients, scores = [], []
+        for worth in (0.0, 10.0):  # never, and always
+            monkeypatch.setattr(scoring, "WORTH_A_PASS", worth)
+            scores.append(team.log_probs(rows, temperature=temperature))
+            gradients.append(team_gradients(team, rows, temperature))
+        torch.testing.assert_close(scores[1].log_probs, scores[0].log_probs, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(scores[1].entropy, scores[0].entropy, rtol=1e-9, atol=1e-11)
+        assert gradients[1].keys() == gradients[0].keys()
+        for name, gradient in gradients[0].items():
+            # Norms compute in single precision whatever the model does.
+            torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=1e-6 * float(gradient.abs().max()))
+
+    def test_to_the_sixth_digit_in_single_precision(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        team, rows = shared_team().train(), answers(1, self.SIZES)
+        monkeypatch.setattr(scoring, "WORTH_A_PASS", 0.0)
+        apart = team_gradients(team, rows, 1.0)
+        monkeypatch.setattr(scoring, "WORTH_A_PASS", 10.0)
+        for name, gradient in team_gradients(team, rows, 1.0).items():
+            assert (gradient - apart[name]).norm() < 1e-6 * apart[name].norm(), name
+
+    def test_reference_policies_share_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        team, rows = shared_team(reference="initial").double(), answers(2, self.SIZES)
+        team.add_reference()
+        stir(team, seed=1)
+        found = []
+        for worth in (0.0, 10.0):
+            monkeypatch.setattr(scoring, "WORTH_A_PASS", worth)
+            found.append(team.log_probs(rows, temperature=1.0, reference=True).log_probs)
+        torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-11)
+        assert not torch.allclose(found[0], team.log_probs(rows, temperature=1.0).log_probs)
+
+    def test_what_is_read(self) -> None:
+        # Prompts of 12 and answers of 3 and 2 tokens: 2 x 15 = 30 tokens apart, 12 + 2 x 3 = 18 with the prompt once.
+        team = shared_team()
+        rows = [completion(0, range(12), [1, 2, 3]), completion(0, range(12), [4, 5])]
+        with counting(model_of(team).causal.base_model) as calls:
+            team.log_probs(rows, temperature=1.0)
+        assert calls == [(1, 12), (2, 2)]
+
+    def test_short_prompts_are_not_worth_a_pass(self) -> None:
+        # 2 x (2 + 8) = 20 tokens apart, 2 + 2 x 8 = 18 of them with the prompt once.
+        team = shared_team()
+        with counting(model_of(team).causal.base_model) as calls:
+            team.log_probs([completion(0, [1, 2], range(8))] * 2, temperature=1.0)
+        assert calls == [(2, 9)]
+
+    @pytest.mark.parametrize(
+        ("make", "settings"),
+        [(tiny_gemma, {}), (tiny_llama, {"gradient_checkpointing": True})],
+        ids=["sliding windows", "checkpointing"],
+    )
+    def test_models_that_cannot(self, make: Callable[[], PreTrainedModel], settings: dict[str, Any]) -> None:
+        assert not model_of(shared_team(make(), **settings)).reads_prompts_once
+        assert model_of(shared_team()).reads_prompts_once

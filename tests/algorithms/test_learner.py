@@ -12,7 +12,7 @@ from torch import Tensor
 
 from comlrl_lightning.agents.team import AgentTeam, TokenScores
 from comlrl_lightning.algorithms.learners import GroupRelativeLearner
-from comlrl_lightning.algorithms.rows import UpdateStats, micro_batches
+from comlrl_lightning.algorithms.rows import UpdateStats, completion_batches, micro_batches
 from comlrl_lightning.algorithms.settings import PolicySettings
 from comlrl_lightning.functional import Baseline, Normalization
 from comlrl_lightning.metrics import MetricTable, training_keys
@@ -27,6 +27,7 @@ class PaperTeam:
 
     device = torch.device("cpu")
     concurrent = False
+    reads_prompts_once = False
 
     def __init__(self, num_agents: int, policy: ScoreFunction, reference: ScoreFunction | None = None) -> None:
         self.num_agents = num_agents
@@ -254,6 +255,27 @@ class TestStaleness:
         # The sampler agreed with the policy before the update, whatever has become of that since.
         assert logged["agent_0/sampler_gap"] == pytest.approx(0.0)
         assert logged["agent_0/effective_sample_size"] == pytest.approx(1.0)
+
+
+class TestCompletionBatches:
+    ROWS = tuple(
+        Completion(0, "", (prompt,) * 20, tuple(range(length)), (), "", False)
+        for length in (2, 4, 6)
+        for prompt in (7, 8)
+    )
+
+    def test_answers_to_a_prompt_stand_together(self) -> None:
+        # By length two rows of different prompts take 2 x 22 = 44 tokens; by prompt three take 20 + 3 x 6 = 38.
+        assert completion_batches(self.ROWS, 45, reads_prompts_once=True) == [[0, 2, 4], [1, 3, 5]]
+
+    def test_not_where_the_model_reads_each_prompt_for_each_answer(self) -> None:
+        # 2 x 22 = 44, but 2 x 24 = 48 > 45.
+        assert completion_batches(self.ROWS, 45, reads_prompts_once=False) == [[0, 1], [2], [3], [4], [5]]
+
+    def test_by_length_if_no_prompt_is_shared(self) -> None:
+        rows = self.ROWS[:2] + self.ROWS[5:]
+        assert completion_batches(rows[1:], 60, reads_prompts_once=True) == [[0, 1]]
+        assert completion_batches([], 60, reads_prompts_once=True) == []
 
 
 class TestMicroBatches:

@@ -143,6 +143,75 @@ def test_no_logits_are_kept_for_the_backward_pass(head: LoraHead) -> None:
     assert max(kept) == POSITIONS * VOCABULARY
 
 
+class FrozenHead:
+    """A frozen linear layer as a head, and the same as a plain product."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64, *, bias: bool = True) -> None:
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(HIDDEN, VOCABULARY, bias=bias, dtype=dtype).requires_grad_(False)
+        self.rows: list[int] = []
+        self.layer.register_forward_hook(lambda _, args, output: self.rows.append(len(output)))
+
+    def product(self, hidden: Tensor) -> Tensor:
+        scores = hidden @ self.layer.weight.T
+        return scores if self.layer.bias is None else scores + self.layer.bias
+
+
+def plain_scores(logits: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies as one would write them down."""
+    log_probs = (logits / temperature).log_softmax(-1)
+    return log_probs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 50])
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (1.0, 0.3)], ids=["log-probs", "entropy", "both"])
+def test_gradients_behind_a_frozen_head(chunk_size: int, weights: tuple[float, float]) -> None:
+    head, (hidden, token_ids) = FrozenHead(), inputs()
+    scale = torch.arange(1.0, POSITIONS + 1, dtype=torch.float64)
+    found = []
+    for scores in (
+        chunked_log_probs(hidden, head.layer, token_ids, 0.7, chunk_size),
+        plain_scores(head.product(hidden), token_ids, 0.7),
+    ):
+        loss = sum(weight * (scale * part).sum() for weight, part in zip(weights, scores, strict=True) if weight)
+        found.append((*scores, *torch.autograd.grad(loss, hidden)))  # type: ignore[arg-type]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+
+
+def test_a_frozen_head_is_asked_once_unless_the_entropy_is_learned_from() -> None:
+    head, (hidden, token_ids) = FrozenHead(), inputs()
+    log_probs, entropy = chunked_log_probs(hidden, head.layer, token_ids, 1.0, 3)
+    torch.autograd.backward(log_probs.sum(), retain_graph=True)
+    assert head.rows == [3, 3, 1]
+    first = hidden.grad
+    assert first is not None
+    first = first.clone()
+    torch.autograd.backward(log_probs.sum(), retain_graph=True)  # what was kept serves again
+    torch.testing.assert_close(hidden.grad, 2 * first)
+    torch.autograd.backward(entropy.sum())
+    assert sorted(head.rows) == sorted([3, 3, 1] * 2)
+
+
+def test_a_frozen_head_in_half_precision() -> None:
+    head, (hidden, token_ids) = FrozenHead(torch.bfloat16, bias=False), inputs()
+    halves = hidden.detach().bfloat16().requires_grad_()
+    log_probs, entropy = chunked_log_probs(halves, head.layer, token_ids, 1.0, 3)
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    (gradient,) = torch.autograd.grad(log_probs.sum(), halves)
+    wide = halves.detach().float().requires_grad_()
+    expected, _ = plain_scores(wide @ head.layer.weight.float().T, token_ids, 1.0)
+    torch.testing.assert_close(log_probs, expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(gradient.float(), torch.autograd.grad(expected.sum(), wide)[0], rtol=0.05, atol=0.02)
+
+
+def test_a_trained_linear_head_gets_its_gradient() -> None:
+    head, (hidden, token_ids) = FrozenHead(), inputs()
+    head.layer.requires_grad_(True)
+    found = torch.autograd.grad(chunked_log_probs(hidden, head.layer, token_ids, 0.7, 3)[0].sum(), head.layer.weight)
+    expected = torch.autograd.grad(plain_scores(head.product(hidden), token_ids, 0.7)[0].sum(), head.layer.weight)
+    torch.testing.assert_close(found, expected)
+
+
 def test_no_positions_give_no_scores(head: LoraHead) -> None:
     hidden, token_ids = inputs()
     log_probs, entropy = chunked_log_probs(hidden[:0], head, token_ids[:0], 1.0, 4)
