@@ -268,7 +268,7 @@ class TestPromptsReadOnce:
             torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=1e-6 * float(gradient.abs().max()))
 
     def test_to_the_sixth_digit_in_single_precision(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        team, rows = shared_team().train(), answers(1, self.SIZES)
+        team, rows = shared_team(tiny_llama(initializer_range=0.02)).train(), answers(1, self.SIZES)
         monkeypatch.setattr(scoring, "WORTH_A_PASS", 0.0)
         apart = team_gradients(team, rows, 1.0)
         monkeypatch.setattr(scoring, "WORTH_A_PASS", 10.0)
