@@ -269,11 +269,12 @@ class TestPromptsReadOnce:
 
     def test_to_the_sixth_digit_in_single_precision(self, monkeypatch: pytest.MonkeyPatch) -> None:
         team, rows = shared_team(tiny_llama(initializer_range=0.02)).train(), answers(1, self.SIZES)
-        monkeypatch.setattr(scoring, "WORTH_A_PASS", 0.0)
-        apart = team_gradients(team, rows, 1.0)
-        monkeypatch.setattr(scoring, "WORTH_A_PASS", 10.0)
-        for name, gradient in team_gradients(team, rows, 1.0).items():
-            assert (gradient - apart[name]).norm() < 1e-6 * apart[name].norm(), name
+        gradients = []
+        for worth in (0.0, 10.0):
+            monkeypatch.setattr(scoring, "WORTH_A_PASS", worth)
+            gradients.append(torch.cat([part.flatten() for part in team_gradients(team, rows, 1.0).values()]))
+        assert (gradients[1] - gradients[0]).norm() < 1e-6 * gradients[0].norm()
+        assert not torch.equal(gradients[1], gradients[0])
 
     def test_reference_policies_share_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         team, rows = shared_team(reference="initial").double(), answers(2, self.SIZES)
