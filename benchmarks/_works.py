@@ -8,7 +8,7 @@ from typing import Literal
 
 Kind = Literal["magrpo", "generate", "update", "iac", "maac", "madpo"]
 
-MICRO_BATCH_TOKENS = 512
+MICRO_BATCH_TOKENS = 768
 """Our side's setting: padded tokens per forward and backward pass of an update."""
 
 
@@ -114,8 +114,8 @@ SIDES = {
     "ours-fp32": Side(False, "float32", False),
     "ours-full-fp32": Side(False, "float32", True),
 }
-BOTH_FORMATS = ("magrpo-4", "generate-32", "update")
-"""Works that show which number format is comlrl's best."""
+FP32_ROWS = ("magrpo-4", "generate-8", "generate-32", "update")
+"""Works that this package does in float32 too, to be compared number format for number format."""
 
 
 def sides_of(work: Work, chosen: Sequence[str] | None, quick: bool) -> list[str]:
@@ -130,5 +130,6 @@ def sides_of(work: Work, chosen: Sequence[str] | None, quick: bool) -> list[str]
         return list(chosen)
     if quick:
         return ["comlrl-fp32", "ours-bf16"]
-    usual = ("comlrl-fp32", "ours-bf16", "ours-fp32")
-    return [*usual, "comlrl-bf16"] if work.name in BOTH_FORMATS else [*usual]
+    has_goal = work.name in (*SPEED_GOALS, *MEMORY_GOALS)
+    usual = [*(["comlrl-fp32"] if has_goal else []), "comlrl-bf16", "ours-bf16"]
+    return [*usual, "ours-fp32"] if work.name in FP32_ROWS else usual
