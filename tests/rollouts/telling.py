@@ -29,7 +29,7 @@ class Telling:
     ) -> None:
         self.team, self.meanwhile, self.skipped = team, meanwhile, skipped
         self.num_agents = team.num_agents
-        self.is_sampling = False
+        self.is_sampling = self.is_heard = False
 
     def generate(
         self,
@@ -39,7 +39,7 @@ class Telling:
         finished: Finished | None = None,
     ) -> list[tuple[Completion, ...]]:
         groups = self.team.generate(requests, sampling, progress)
-        self.is_sampling = True
+        self.is_sampling, self.is_heard = True, finished is not None
         for number in reversed(range(len(groups))):
             if finished is not None and number not in self.skipped:
                 finished(number, groups[number])

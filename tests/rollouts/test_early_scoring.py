@@ -117,6 +117,7 @@ class TestOverlap:
 
         team = Telling(FakeTeam(1), lambda request: time.sleep(0.02))
         collector_of(team, reward, RewardWorkers()).collect(items(2), range(2))
+        assert not team.is_heard
         # With a limit a thread runs it, but only afterwards.
         seen: list[bool] = []
 
@@ -126,6 +127,7 @@ class TestOverlap:
 
         collector_of(team, in_thread, RewardWorkers(0, "thread", 5.0)).collect(items(2), range(2))
         assert seen == [False, False]
+        assert not team.is_heard
 
 
 class TestTheSameResult:
