@@ -14,10 +14,14 @@ from comlrl_lightning.agents.cache import new_cache
 from comlrl_lightning.agents.language_model import LanguageModel
 from comlrl_lightning.agents.sampling import StopStrings, pick, uniforms
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.rollouts.types import Prompt
+from comlrl_lightning.rollouts.types import Completion, Prompt
 
 Progress = Callable[[int], None]
 """Called with the number of completions that are still being sampled."""
+Finished = Callable[[int, tuple[Completion, ...]], None]
+"""Called with the number of a request and its K completions, which are over."""
+RowFinished = Callable[[int, "Sampled"], None]
+"""Called with the position of a row and its completion, which is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,11 @@ def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
 
 
 def generate(
-    model: LanguageModel, rows: Sequence[Row], sampling: Sampling, progress: Progress | None = None
+    model: LanguageModel,
+    rows: Sequence[Row],
+    sampling: Sampling,
+    progress: Progress | None = None,
+    finished: RowFinished | None = None,
 ) -> list[Sampled]:
     """Sample a completion for every row, all in one batch, the model in evaluation mode and without gradients.
 
@@ -69,6 +77,7 @@ def generate(
         rows: Ordered by agent; of one agent only unless the model mixes agents.
         sampling: How to draw.
         progress: Called after every token with the number of unfinished rows.
+        finished: Called once for every row, as soon as it has its last token.
 
     Returns:
         The completions, in the order of the rows.
@@ -81,6 +90,8 @@ def generate(
         logits = batch.read(prompts)
         for step in range(sampling.max_new_tokens):
             tokens = batch.record(step, logits)
+            if finished is not None:
+                batch.tell_finished(finished, is_last=step + 1 == sampling.max_new_tokens)
             if progress is not None:
                 progress(batch.num_running)
             if batch.num_running == 0 or step + 1 == sampling.max_new_tokens:
@@ -101,6 +112,7 @@ class _Batch:
         self.model, self.rows, self.sampling, self.grouping = model, rows, sampling, grouping
         device, count, length = model.device, len(rows), sampling.max_new_tokens
         self.num_running = count
+        self.untold = list(range(count))
         self.cache = new_cache(model.causal.config)
         self.ends = torch.tensor(model.end_ids, dtype=torch.long, device=device)
         draws = F.pad(uniforms([row.key for row in rows], length), (0, 0, 0, 1))
@@ -188,8 +200,20 @@ class _Batch:
         if self.mask is not None:
             self.mask = self.mask[rows]
 
-    def results(self) -> list[Sampled]:
-        """What was written down."""
-        rows = zip(self.tokens.tolist(), self.log_probs.tolist(), self.lengths.tolist(), strict=True)
-        results = [Sampled(tuple(tokens[:length]), tuple(scores[:length])) for tokens, scores, length in rows]
-        return results[: len(self.rows)]
+    def tell_finished(self, finished: RowFinished, *, is_last: bool) -> None:
+        """Tell of the rows that have ended since the last time; of all that are left after the last token."""
+        if self.num_running == len(self.untold) and not is_last:
+            return
+        running = set() if is_last else set(self.owner.tolist())
+        ended = [row for row in self.untold if row not in running]
+        self.untold = [row for row in self.untold if row in running]
+        for row, sampled in zip(ended, self.results(ended), strict=True):
+            finished(row, sampled)
+
+    def results(self, rows: Sequence[int] | None = None) -> list[Sampled]:
+        """What was written down, of these rows or of all."""
+        chosen = torch.tensor(
+            range(len(self.rows)) if rows is None else rows, dtype=torch.long, device=self.ends.device
+        )
+        parts = zip(*(part[chosen].tolist() for part in (self.tokens, self.log_probs, self.lengths)), strict=True)
+        return [Sampled(tuple(tokens[:length]), tuple(scores[:length])) for tokens, scores, length in parts]

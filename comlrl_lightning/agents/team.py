@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby, islice
+from itertools import chain, groupby
 from pathlib import Path
 from threading import Event
 from typing import TypeVar
@@ -15,7 +15,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from comlrl_lightning.agents.generation import GenerationRequest, Row, Sampled, generate
+from comlrl_lightning.agents.arrivals import Arrivals
+from comlrl_lightning.agents.generation import Finished, GenerationRequest, Row, RowFinished, Sampled, generate
 from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
 from comlrl_lightning.agents.sampling import StopStrings
 from comlrl_lightning.agents.scoring import score
@@ -74,7 +75,11 @@ class AgentTeam(nn.Module):
         return self._speakers[agent].prompts.encode(agent, prompt)
 
     def generate(
-        self, requests: Sequence[GenerationRequest], sampling: Sampling, progress: Callable[[int], None] | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: Sampling,
+        progress: Callable[[int], None] | None = None,
+        finished: Finished | None = None,
     ) -> list[tuple[Completion, ...]]:
         """Sample completions, in one batch per language model.
 
@@ -82,6 +87,8 @@ class AgentTeam(nn.Module):
             requests: Any mix of agents and prompts.
             sampling: How to draw.
             progress: Called after every token with the number of completions that are still being sampled.
+            finished: Called once for every request, with its number and its K completions: as soon as they are there,
+                in the thread that samples, or at the end, which transformers' own loop leaves it to.
 
         Returns:
             The K completions of each request, in order.
@@ -91,35 +98,46 @@ class AgentTeam(nn.Module):
             FloatingPointError: A model's logits are not finite.
         """
         rows: list[Row] = []
+        prompts: list[tuple[int, ...]] = []
         for request in requests:
             speaker = self._speakers[request.agent]
             limit = speaker.prompt_limit(request.agent, sampling.max_new_tokens)
             ids = speaker.prompts.encode(request.agent, request.prompt, limit)
+            prompts.append(ids)
             rows += [Row(request.agent, ids, key) for key in request.keys]
+
+        def completions(number: int, group: Sequence[Sampled]) -> tuple[Completion, ...]:
+            request = requests[number]
+            made = tuple(self._completion(request, prompts[number], one, sampling) for one in group)
+            if finished is not None:
+                finished(number, made)
+            return made
+
+        arrivals = Arrivals([len(request.keys) for request in requests], completions)
         with self.rollout_mode():
-            sampled = self._sample(rows, sampling, progress)
-        position = iter(range(len(rows)))
-        return [
-            tuple(
-                self._completion(request, rows[index].prompt_ids, sampled[index], sampling)
-                for index in islice(position, len(request.keys))
-            )
-            for request in requests
-        ]
+            sampled = self._sample(rows, sampling, progress, None if finished is None else arrivals.arrive)
+        return arrivals.complete([sampled[index] for index in range(len(rows))])
 
     def _sample(
-        self, rows: Sequence[Row], sampling: Sampling, progress: Callable[[int], None] | None
+        self,
+        rows: Sequence[Row],
+        sampling: Sampling,
+        progress: Callable[[int], None] | None,
+        arrive: RowFinished | None,
     ) -> dict[int, Sampled]:
         """Completions by the position of their row."""
         work = self._by_model([row.agent for row in rows])
-        sample = generate if sampling.backend == "native" else generate_with_transformers
+
+        def of_batch(model: LanguageModel, batch: Sequence[int], report: Callable[[int], None] | None) -> list[Sampled]:
+            chosen = [rows[index] for index in batch]
+            if sampling.backend != "native":
+                # No early news: what begins with them might draw from the global random state, as this loop does.
+                return generate_with_transformers(model, chosen, sampling, report)
+            told = None if arrive is None else lambda row, one: arrive(batch[row], one)
+            return generate(model, chosen, sampling, report, told)
 
         def of_model(model: LanguageModel, report: Callable[[int], None] | None) -> list[tuple[int, Sampled]]:
-            return [
-                pair
-                for batch in work[model]
-                for pair in zip(batch, sample(model, [rows[index] for index in batch], sampling, report), strict=True)
-            ]
+            return [pair for batch in work[model] for pair in zip(batch, of_batch(model, batch, report), strict=True)]
 
         # All models of transformers' own loop draw from the one global random state.
         if self.concurrent and len(work) > 1 and sampling.backend == "native":

@@ -69,8 +69,9 @@ class CooperativeModule(Evaluations):
         collaboration: ``"decentralized"``: each agent answers by itself. ``"centralized"``: one language model writes
             the answers of all agents in tagged sections; ``agents=SharedBase(...)`` then counts the answers. A
             `JointFormat` does the same with prompts and sections of its own.
-        reward_workers: Nodes of a turn that are scored at the same time; the rewards are the same. 0: in place, one
-            after the other.
+        reward_workers: Nodes of a turn that are scored at the same time, in any order, each as soon as all its
+            completions are sampled; the rewards are the same. `reward_func` must not use the agents' models then.
+            0: in place, one after the other, after sampling.
         reward_backend: ``"thread"``, or ``"process"`` for functions that keep Python busy, crash or hang: it takes a
             function from the top level of a module, without modules of torch, and gives each worker a copy.
         reward_timeout_seconds: A call of `reward_func` that takes longer is an error. A ``"process"`` is then killed

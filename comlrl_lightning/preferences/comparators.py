@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from comlrl_lightning.agents.generation import GenerationRequest, Progress
+from comlrl_lightning.agents.generation import Finished, GenerationRequest, Progress
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase, check_count
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.agents.weights import borrowed_weights, weights_of
@@ -143,11 +143,15 @@ class _BorrowingSampler:
         self.num_agents = team.num_agents
 
     def generate(
-        self, requests: Sequence[GenerationRequest], sampling: Sampling, progress: Progress | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        finished: Finished | None = None,
     ) -> list[tuple[Completion, ...]]:
         """Completions of the team with these weights."""
         with borrowed_weights(self.team, self.weights):
-            return self.team.generate(requests, sampling, progress)
+            return self.team.generate(requests, sampling, progress, finished)
 
 
 @dataclass(eq=False)

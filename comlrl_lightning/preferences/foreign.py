@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
-from comlrl_lightning.agents.generation import GenerationRequest, Progress
+from comlrl_lightning.agents.generation import Finished, GenerationRequest, Progress
 from comlrl_lightning.agents.sampling import StopStrings
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.agents.team import AgentTeam
@@ -83,7 +83,11 @@ class ForeignSampler:
         self._counts = counts
 
     def generate(
-        self, requests: Sequence[GenerationRequest], sampling: Sampling, progress: Progress | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        finished: Finished | None = None,
     ) -> list[tuple[Completion, ...]]:
         """K completions per request without log-probabilities, in the order of the requests.
 
@@ -91,6 +95,7 @@ class ForeignSampler:
             requests: With one model for all agents: those of agents 0 to N - 1 in turn, K completions each.
             sampling: How the agents sample; longer answers are cut.
             progress: Called with the number of answers that are awaited.
+            finished: Not called: all answers are there at the end.
 
         Raises:
             ValueError: A prompt does not fit, or an empty answer has no token.

@@ -9,13 +9,14 @@ from itertools import groupby, islice
 from statistics import fmean
 from typing import Any, Protocol
 
-from comlrl_lightning.agents.generation import GenerationRequest
+from comlrl_lightning.agents.arrivals import Arrivals
+from comlrl_lightning.agents.generation import Finished, GenerationRequest
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.collaboration import JointFormat, merged_prompt, split_or_empty
 from comlrl_lightning.interface import Formatters, RewardFunction, Transition
 from comlrl_lightning.reward_function import RewardCall
 from comlrl_lightning.rollouts.modes import user_code
-from comlrl_lightning.rollouts.scoring import RewardWorkers
+from comlrl_lightning.rollouts.scoring import RewardWorkers, Scores, Scoring
 from comlrl_lightning.rollouts.types import Completion, Node, Prompt, Rollouts, joint_indices, texts
 
 Progress = Callable[[int, int], None]
@@ -28,9 +29,17 @@ class Sampler(Protocol):
     num_agents: int
 
     def generate(
-        self, requests: Sequence[GenerationRequest], sampling: Sampling, progress: Callable[[int], None] | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: Sampling,
+        progress: Callable[[int], None] | None = None,
+        finished: Finished | None = None,
     ) -> list[tuple[Completion, ...]]:
-        """K completions per request, in the order of the requests."""
+        """K completions per request, in the order of the requests.
+
+        It may call `finished` with the number of a request and its completions, at most once each and in any thread,
+        as soon as they are there.
+        """
         ...
 
 
@@ -95,6 +104,9 @@ class _Branch:
     response_history: tuple[tuple[str, ...], ...]
 
 
+_Arrivals = Arrivals[tuple[Completion, ...], list[tuple[_Branch, Node]]]
+
+
 class Collector:
     """Rolls a team out on task items.
 
@@ -146,12 +158,17 @@ class Collector:
             if not branches:
                 break
             started = time.perf_counter()
-            sampled = self._sample(branches, turn)
-            generated = time.perf_counter()
-            branches, groups = self._unscored(branches, turn, sampled)
-            scored = self._scored(groups)
+            groups = self._groups(branches)
+            with self.interface.workers.open(self.interface.reward, len(groups)) as scoring:
+                arrivals = self._arrivals(groups, turn, scoring)
+                early = None if self.interface.workers.num_workers == 0 else arrivals.arrive
+                sampled = self._sample(branches, turn, early)
+                generated = time.perf_counter()
+                unscored = arrivals.complete(sampled)
+                scored = self._scored(unscored, scoring.scores())
             reward_seconds += time.perf_counter() - generated
             generation_seconds += generated - started
+            branches = [branch for group in unscored for branch, _ in group]
             first = len(nodes)
             nodes += scored
             if turn < self.shape.num_turns:
@@ -171,9 +188,8 @@ class Collector:
         empty: tuple[tuple[Any, ...], ...] = ((),) * len(prompts)
         return _Branch(task, (), None, prompts, empty, empty)
 
-    def _sample(self, branches: Sequence[_Branch], turn: int) -> list[tuple[tuple[Completion, ...], ...]]:
-        """`[nodes][N][K]` completions of all branches by one call of the team."""
-        num_agents = self.team.num_agents
+    def _sample(self, branches: Sequence[_Branch], turn: int, early: Finished | None) -> list[tuple[Completion, ...]]:
+        """`[nodes * N][K]` completions of all branches by one call of the team."""
         samples = range(1 if self.shape.trajectories and turn > 1 else self.shape.num_generations)
         requests = [
             GenerationRequest(
@@ -185,10 +201,8 @@ class Collector:
             for agent, prompt in enumerate(self._asked(branch))
         ]
         progress = self.progress
-        groups = self.team.generate(
-            requests, self.sampling, None if progress is None else lambda running: progress(turn, running)
-        )
-        return [tuple(groups[start : start + num_agents]) for start in range(0, len(groups), num_agents)]
+        report = None if progress is None else lambda running: progress(turn, running)
+        return self.team.generate(requests, self.sampling, report, early)
 
     def _asked(self, branch: _Branch) -> tuple[Prompt, ...]:
         """The prompts that the team reads: one per agent, or one for all answers."""
@@ -197,27 +211,41 @@ class Collector:
         with user_code():
             return (merged_prompt(self.interface.joint_format, branch.prompts),)
 
-    def _unscored(
-        self, branches: list[_Branch], turn: int, sampled: Sequence[tuple[tuple[Completion, ...], ...]]
-    ) -> tuple[list[_Branch], list[list[Node]]]:
-        """The branches and their nodes without rewards, in groups that one call of the reward scores.
-
-        In a tree each node is one. Of trajectories every sample is a branch and a node of its own, and those of a task
-        are scored together.
-        """
-        pairs = list(zip(branches, sampled, strict=True))
+    def _groups(self, branches: Sequence[_Branch]) -> list[list[_Branch]]:
+        """The branches whose nodes one call of the reward scores: one of a tree, all trajectories of a task."""
         if not self.shape.trajectories:
-            return branches, [[self._node(branch, turn, completions, self.joint)] for branch, completions in pairs]
+            return [[branch] for branch in branches]
+        # Branches of a task stand together: they were made task by task, and none moves.
+        return [list(group) for _, group in groupby(branches, key=lambda branch: branch.task)]
+
+    def _arrivals(self, groups: Sequence[Sequence[_Branch]], turn: int, scoring: Scoring) -> _Arrivals:
+        """What takes the completions of a turn; a group that is complete goes to be scored."""
+        num_agents = self.team.num_agents
+
+        def unscored(index: int, sampled: list[tuple[Completion, ...]]) -> list[tuple[_Branch, Node]]:
+            blocks = [tuple(sampled[start : start + num_agents]) for start in range(0, len(sampled), num_agents)]
+            pairs = [
+                pair
+                for branch, completions in zip(groups[index], blocks, strict=True)
+                for pair in self._unscored(branch, turn, completions)
+            ]
+            scoring.add(index, self._reward_call([node for _, node in pairs]))
+            return pairs
+
+        return Arrivals([len(group) * num_agents for group in groups], unscored)
+
+    def _unscored(
+        self, branch: _Branch, turn: int, completions: tuple[tuple[Completion, ...], ...]
+    ) -> list[tuple[_Branch, Node]]:
+        """A branch and its node without rewards; every sample of a trajectory is a branch and a node of its own."""
+        if not self.shape.trajectories:
+            return [(branch, self._node(branch, turn, completions, self.joint))]
         singles = [
-            (replace(branch, path=(*branch.path, sample)), tuple((group[sample],) for group in groups))
-            for branch, groups in pairs
-            for sample in range(len(groups[0]))
+            (replace(branch, path=(*branch.path, sample)), tuple((group[sample],) for group in completions))
+            for sample in range(len(completions[0]))
         ]
         joint = ((0,) * self.team.num_agents,)
-        nodes = [self._node(branch, turn, completions, joint) for branch, completions in singles]
-        # Nodes of a task stand together: their branches were made task by task, and none moves.
-        groups = [list(group) for _, group in groupby(nodes, key=lambda node: node.task)]
-        return [branch for branch, _ in singles], groups
+        return [(single, self._node(single, turn, answers, joint)) for single, answers in singles]
 
     def _node(
         self,
@@ -236,16 +264,14 @@ class Collector:
         self._num_unparsed += sum(not found for _, found in split)
         return replace(node, sections=tuple(answers for answers, _ in split))
 
-    def _scored(self, groups: Sequence[Sequence[Node]]) -> list[Node]:
+    def _scored(self, unscored: Sequence[Sequence[tuple[_Branch, Node]]], scores: Scores) -> list[Node]:
         """All nodes with their rewards; one model that answers for all agents gets the mean of theirs."""
-        reward = self.interface.reward
-        scores = self.interface.workers.score(reward, [self._reward_call(group) for group in groups])
         self._num_late += scores.num_late
-        own = reward.per_agent and self.interface.joint_format is None
+        own = self.interface.reward.per_agent and self.interface.joint_format is None
         nodes = []
-        for group, rows in zip(groups, scores.rows, strict=True):
+        for group, rows in zip(unscored, scores.rows, strict=True):
             rest = map(tuple, rows)
-            for node in group:
+            for _, node in group:
                 of_agents = tuple(islice(rest, len(node.joint)))
                 means = tuple(map(fmean, of_agents))
                 nodes.append(replace(node, rewards=means, agent_rewards=of_agents if own else None))

@@ -26,6 +26,8 @@ from comlrl_lightning.reward_function import Measured, RewardCall, RewardFunctio
 REMEDY = 'or use reward_backend="thread"'
 _STARTING = threading.Lock()
 """Held while a process starts: `multiprocessing` keeps a list of its children that threads must not share."""
+_ENDING = threading.Event()
+"""Set when this program ends: a process that started now would be waited for in vain."""
 _UNPICKLABLE = (pickle.PickleError, AttributeError, TypeError, ValueError, RecursionError)
 
 
@@ -100,8 +102,10 @@ class _Running:
         # Not daemonic: rewards that run programs start processes of their own.
         self._process = context.Process(target=_serve, args=(theirs,), name="reward worker", daemon=False)
         with _STARTING:
+            if _ENDING.is_set():
+                raise RuntimeError(f"The program ends before a worker process for {label} has started.")
             self._process.start()
-        _STARTED.add(self)
+            _STARTED.add(self)
         theirs.close()
         try:
             self._connection.send_bytes(function)
@@ -168,8 +172,10 @@ _STARTED: WeakSet[_Running] = WeakSet()
 
 @atexit.register
 def _kill_all() -> None:
-    for running in list(_STARTED):
-        running.kill()
+    with _STARTING:
+        _ENDING.set()
+        for running in list(_STARTED):
+            running.kill()
 
 
 def _kill_group(leader: int | None) -> bool:

@@ -112,9 +112,9 @@ class Rollouts:
     nodes: tuple[Node, ...]
     """All nodes of all tasks, turn by turn."""
     generation_seconds: float = 0.0
-    """Wall time of sampling."""
+    """Wall time of sampling. With reward workers it includes what they do meanwhile."""
     reward_seconds: float = 0.0
-    """Wall time of the user's reward function."""
+    """Wall time from the end of sampling until all rewards are there: what the reward function adds to a step."""
     num_unparsed: int = 0
     """Completions of a model that answers for all in which no agent's answer was found."""
     num_late: int | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from comlrl_lightning.agents.generation import GenerationRequest
+from comlrl_lightning.agents.generation import Finished, GenerationRequest
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.collaboration import JointFormat, TaggedSections
 from comlrl_lightning.interface import Formatters, RewardFunction, Transition
@@ -30,7 +30,11 @@ class FakeTeam:
         self.samplings: list[Sampling] = []
 
     def generate(
-        self, requests: Sequence[GenerationRequest], sampling: Sampling, progress: Callable[[int], None] | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: Sampling,
+        progress: Callable[[int], None] | None = None,
+        finished: Finished | None = None,
     ) -> list[tuple[Completion, ...]]:
         self.calls.append(list(requests))
         self.samplings.append(sampling)
@@ -59,7 +63,11 @@ class CentralTeam(FakeTeam):
         self.silent = silent
 
     def generate(
-        self, requests: Sequence[GenerationRequest], sampling: Sampling, progress: Callable[[int], None] | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: Sampling,
+        progress: Callable[[int], None] | None = None,
+        finished: Finished | None = None,
     ) -> list[tuple[Completion, ...]]:
         groups = super().generate(requests, sampling, progress)
         return [tuple(replace(one, text=self._sections(one.text)) for one in group) for group in groups]
