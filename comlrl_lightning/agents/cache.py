@@ -20,6 +20,11 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
         self._room = (self.keys, self.values)
 
+    def begin_with(self, keys: Tensor, values: Tensor) -> None:
+        """Take over the states of tokens that were read before."""
+        self.lazy_initialization(keys, values)
+        self.keys, self.values = self._room = keys, values
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append the states of new tokens and return all of them."""
         if not self.is_initialized:

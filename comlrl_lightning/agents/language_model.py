@@ -64,10 +64,11 @@ class LanguageModel(nn.Module):
         self._keep_adapters_in_float32()
         accepted = inspect.signature(self.causal.base_model.forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
-        self._takes_positions = "position_ids" in accepted
+        self.takes_positions = "position_ids" in accepted
+        """Whether it is told where tokens stand, and does not work it out by itself."""
         self.own_head = self._check_head()
         """Whether the logits are just the head's product with the hidden states."""
-        if not self._takes_positions:
+        if not self.takes_positions:
             self._check_padding()
 
     @property
@@ -235,7 +236,7 @@ class LanguageModel(nn.Module):
         arguments = {"input_ids": ids, "attention_mask": mask, "use_cache": cache is not None}
         if cache is not None:
             arguments[self._cache_argument] = cache
-        if self._takes_positions:
+        if self.takes_positions:
             arguments["position_ids"] = positions
         return arguments
 

@@ -95,7 +95,7 @@ class AgentTeam(nn.Module):
             speaker = self._speakers[request.agent]
             limit = speaker.prompt_limit(request.agent, sampling.max_new_tokens)
             ids = speaker.prompts.encode(request.agent, request.prompt, limit)
-            rows += [Row(request.agent, ids, key) for key in request.keys]
+            rows += [Row(request.agent, ids, key, request.prefixes) for key in request.keys]
         with self.rollout_mode():
             sampled = self._sample(rows, sampling, progress)
         position = iter(range(len(rows)))

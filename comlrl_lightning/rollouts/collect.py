@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from comlrl_lightning.agents.generation import GenerationRequest
+from comlrl_lightning.agents.prefixes import Prefixes
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.collaboration import JointFormat, merged_prompt, split_or_empty
 from comlrl_lightning.interface import Formatters, RewardFunction, Transition
@@ -139,6 +140,7 @@ class Collector:
         """
         self._items, self._indices = items, indices
         self._num_unparsed = self._num_late = 0
+        prefixes = Prefixes() if self.shape.num_turns > 1 else None
         nodes: list[Node] = []
         generation_seconds = reward_seconds = 0.0
         branches = [self._root(task) for task in range(len(items))]
@@ -146,7 +148,9 @@ class Collector:
             if not branches:
                 break
             started = time.perf_counter()
-            sampled = self._sample(branches, turn)
+            if prefixes is not None:
+                prefixes.keeps = turn < self.shape.num_turns
+            sampled = self._sample(branches, turn, prefixes)
             generated = time.perf_counter()
             branches, groups = self._unscored(branches, turn, sampled)
             scored = self._scored(groups)
@@ -171,7 +175,9 @@ class Collector:
         empty: tuple[tuple[Any, ...], ...] = ((),) * len(prompts)
         return _Branch(task, (), None, prompts, empty, empty)
 
-    def _sample(self, branches: Sequence[_Branch], turn: int) -> list[tuple[tuple[Completion, ...], ...]]:
+    def _sample(
+        self, branches: Sequence[_Branch], turn: int, prefixes: Prefixes | None
+    ) -> list[tuple[tuple[Completion, ...], ...]]:
         """`[nodes][N][K]` completions of all branches by one call of the team."""
         num_agents = self.team.num_agents
         samples = range(1 if self.shape.trajectories and turn > 1 else self.shape.num_generations)
@@ -180,6 +186,7 @@ class Collector:
                 agent,
                 prompt,
                 tuple((*self.key, self._indices[branch.task], *branch.path, agent, sample) for sample in samples),
+                prefixes,
             )
             for branch in branches
             for agent, prompt in enumerate(self._asked(branch))
