@@ -59,11 +59,11 @@ def ask(team: AgentTeam, rows: Sequence[Row], sampling: Sampling) -> list[Sample
 
 
 def first_turn(samples: int = 3) -> list[Row]:
-    """Rows of two agents that answer all prompts."""
+    """Rows of two agents, of which the second answers one prompt less: rows without a completion fill up its group."""
     return [
         Row(agent, prompt, (agent, number, sample))
         for agent in (0, 1)
-        for number, prompt in enumerate(FIRST)
+        for number, prompt in enumerate(FIRST[: 3 - agent])
         for sample in range(samples)
     ]
 
@@ -173,7 +173,7 @@ def test_states_are_let_go_before_the_next_prompts_are_read(monkeypatch: pytest.
     team, prefixes = shared_team(), Prefixes()
     rows = first_turn()
     answers = ask(team, keeping(rows, prefixes), SAMPLED)
-    assert {agent: len(known) for agent, known in prefixes._known.items()} == {0: 9, 1: 9}
+    assert {agent: len(known) for agent, known in prefixes._known.items()} == {0: 9, 1: 6}
     sizes: list[int] = []
     model_of(team).causal.base_model.register_forward_pre_hook(lambda *_: sizes.append(len(prefixes._known)))
     prefixes.keeps = False
