@@ -1,4 +1,7 @@
-"""Batched sampling of completions: every prompt read once, one row per sample, finished rows leave the batch."""
+"""Batched sampling of completions: every prompt read once, one row per sample, finished rows leave the batch.
+
+Of a prompt that begins as the agent's rows of the turn before do, only the rest is read.
+"""
 
 from __future__ import annotations
 

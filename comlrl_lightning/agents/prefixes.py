@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -20,10 +20,23 @@ from comlrl_lightning.agents.language_model import LanguageModel
 class _States:
     """Keys and values of some rows of a batch, as they stood in its cache."""
 
-    layers: list[tuple[Tensor, Tensor]]
+    layers: list[tuple[Tensor, ...]]
     """`[B, heads, S, D]` keys and values of each layer."""
     columns: Tensor
     """`[B, S]` where the tokens of each row stand, one after the other; what comes after the last is not looked at."""
+
+    def beginnings(self, rows: Tensor, lengths: Tensor, width: int) -> Iterator[list[Tensor]]:
+        """`[layers][2]` `[r, heads, width, D]` states of the first tokens of some rows, padded on the left.
+
+        Args:
+            rows: `[r]` whose.
+            lengths: `[r]` how many tokens.
+            width: At least the longest.
+        """
+        tokens = (torch.arange(width) - width + lengths.unsqueeze(1)).clamp(min=0)
+        columns = self.columns[rows.to(self.columns.device)].gather(1, tokens.to(self.columns.device))
+        for layer in self.layers:
+            yield [one[rows.to(one.device).unsqueeze(1), :, columns.to(one.device)].transpose(1, 2) for one in layer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +64,16 @@ class Leavers:
         others = set(range(len(self.holders))) - set(staying)
         leaving = [row for row in sorted(others) if self.holders[row] is not None]
         if leaving:
-            rows = torch.tensor(leaving, device=cache.layers[0].keys.device)
-            layers = [(layer.keys[rows], layer.values[rows]) for layer in cache.layers]
-            self._take(leaving, layers, None if mask is None else mask[rows])
+            rows = torch.tensor(leaving)
+            layers = [tuple(one[rows.to(one.device)] for one in (layer.keys, layer.values)) for layer in cache.layers]
+            self._take(leaving, layers, None if mask is None else mask[rows.to(mask.device)])
         self.holders = [self.holders[row] for row in staying]
 
     def end(self, cache: DynamicCache, mask: Tensor | None) -> None:
         """Take over what is left, uncopied: the batch is done."""
         self._take(range(len(self.holders)), [(layer.keys, layer.values) for layer in cache.layers], mask)
 
-    def _take(self, rows: Sequence[int], layers: list[tuple[Tensor, Tensor]], mask: Tensor | None) -> None:
+    def _take(self, rows: Sequence[int], layers: list[tuple[Tensor, ...]], mask: Tensor | None) -> None:
         keys = layers[0][0]
         if mask is None:
             columns = torch.arange(keys.shape[2], device=keys.device).expand(len(keys), -1)
@@ -164,24 +177,16 @@ def _pays(lengths: Sequence[int], starts: Sequence[int]) -> bool:
 def _fill(cache: DynamicCache, found: Sequence[tuple[int, _Known | None]]) -> None:
     """Put the first tokens of known texts into an empty cache, one row each, padded on the left."""
     past = max(start for start, _ in found)
-    by_states: dict[_States, list[int]] = {}
+    by_states: dict[_States, list[tuple[int, int, int]]] = {}
     for row, (start, known) in enumerate(found):
         if known is not None and start > 0:
-            by_states.setdefault(known.states, []).append(row)
-    parts = []
-    for states, rows in by_states.items():
-        device = states.columns.device
-        starts = torch.tensor([found[row][0] for row in rows], device=device).unsqueeze(1)
-        sources = torch.tensor([one.row for _, one in (found[row] for row in rows) if one is not None], device=device)
-        tokens = (torch.arange(past, device=device) - past + starts).clamp(min=0)
-        columns = states.columns[sources].gather(1, tokens)
-        parts.append((states, torch.tensor(rows, device=device), sources.unsqueeze(1), columns))
-    for number, layer in enumerate(cache.layers):
-        filled = []
-        for kind in (0, 1):
-            like = parts[0][0].layers[number][kind]
-            target = like.new_zeros(len(found), like.shape[1], past, like.shape[3])
-            for states, rows_, sources, columns in parts:
-                target[rows_] = states.layers[number][kind][sources, :, columns].transpose(1, 2)
-            filled.append(target)
-        layer.begin_with(*filled)
+            by_states.setdefault(known.states, []).append((row, known.row, start))
+    like = next(iter(by_states)).layers
+    filled = [[one.new_zeros(len(found), one.shape[1], past, one.shape[3]) for one in layer] for layer in like]
+    for states, entries in by_states.items():
+        rows, sources, starts = (torch.tensor(column) for column in zip(*entries, strict=True))
+        for targets, found_states in zip(filled, states.beginnings(sources, starts, past), strict=True):
+            for target, values in zip(targets, found_states, strict=True):
+                target[rows.to(target.device)] = values
+    for layer, (keys, values) in zip(cache.layers, filled, strict=True):
+        layer.begin_with(keys, values)

@@ -191,6 +191,18 @@ def test_agents_with_models_of_their_own() -> None:
     assert_equal(ask(team, keeping(following, prefixes), SAMPLED), ask(team, following, SAMPLED))
 
 
+def test_half_precision_stays_close() -> None:
+    # bfloat16 has 8 bits: the log-probability of the first token may move by some hundredths, as in another batch.
+    team, prefixes = shared_team(tiny_llama().to(torch.bfloat16), noise=0.02), Prefixes()
+    rows = first_turn()
+    answers = ask(team, keeping(rows, prefixes), SAMPLED)
+    once = replace(GREEDY, max_new_tokens=1)
+    following = next_turn(rows, answers)
+    expected = ask(team, following, once)
+    for one, other in zip(ask(team, keeping(following, prefixes), once), expected, strict=True):
+        assert one.log_probs[0] == pytest.approx(other.log_probs[0], abs=0.15)
+
+
 @pytest.mark.parametrize(
     ("lengths", "starts", "expected"),
     [
@@ -255,6 +267,19 @@ def rollouts(team: AgentTeam, sampling: Sampling, **shape: Any) -> Rollouts:
 
 def completions(found: Rollouts) -> list[Completion]:
     return [one for node in found.nodes for group in node.completions for one in group]
+
+
+def test_rollouts_of_models_that_work_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[Any] = [ending(tiny_llama()), ending(tiny_qwen2())]
+    team = AgentTeam.build(Separate(models, tokenizers=[tiny_tokenizer(), tiny_tokenizer()], lora=None))
+    team.concurrent = True
+    with counting(model_of(team, 1).causal.base_model) as calls:
+        found = completions(rollouts(team, GREEDY))
+    monkeypatch.setattr(generation, "is_plain", lambda *_: False)
+    with counting(model_of(team, 1).causal.base_model) as all_calls:
+        expected = completions(rollouts(team, GREEDY))
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert sum(rows * width for rows, width in calls) < sum(rows * width for rows, width in all_calls)
 
 
 @pytest.mark.parametrize("shape", [{}, {"joint_mode": "cross"}, {"trajectories": True}], ids=str)
