@@ -20,6 +20,11 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
         self._room = (self.keys, self.values)
 
+    def begin_with(self, keys: Tensor, values: Tensor) -> None:
+        """Take over the states of tokens that were read before."""
+        self.lazy_initialization(keys, values)
+        self.keys, self.values = self._room = keys, values
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append the states of new tokens and return all of them."""
         if not self.is_initialized:
@@ -59,3 +64,11 @@ def sees_everything(config: Any) -> bool:
     layers = DynamicCache(config=config).layers
     # Slopes of attention (alibi) count the real tokens of a mask.
     return bool(layers) and all(type(layer) is DynamicLayer for layer in layers) and not vars(config).get("alibi")
+
+
+def rotation_is_fixed(config: Any) -> bool:
+    """Whether the keys of a token do not depend on how long its text has become since."""
+    rotary: dict[str, Any] = vars(config.get_text_config(decoder=True)).get("rope_parameters") or {}
+    # Some have one kind of rotation, some one for each kind of layer.
+    kinds = [str(part.get("rope_type")) for part in (rotary, *rotary.values()) if isinstance(part, dict)]
+    return not any("dynamic" in kind or kind == "longrope" for kind in kinds)

@@ -1,9 +1,12 @@
-"""Batched sampling of completions: every prompt read once, one row per sample, finished rows leave the batch."""
+"""Batched sampling of completions: every prompt read once, one row per sample, finished rows leave the batch.
+
+Of a prompt that begins as the agent's rows of the turn before do, only the rest is read.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from torch.nn import functional as F
 from comlrl_lightning.agents.adapters import Grouping
 from comlrl_lightning.agents.cache import new_cache
 from comlrl_lightning.agents.language_model import LanguageModel
+from comlrl_lightning.agents.prefixes import Leavers, Prefixes, is_plain
 from comlrl_lightning.agents.sampling import StopStrings, pick, uniforms
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.rollouts.types import Completion, Prompt
@@ -34,6 +38,8 @@ class GenerationRequest:
     """What it reads, as its formatter returned it."""
     keys: tuple[tuple[int, ...], ...]
     """`[K]` integers that seed each completion by itself."""
+    prefixes: Prefixes | None = field(default=None, compare=False, repr=False)
+    """What the former turn has left, and where this one leaves its own: the same for all requests of a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,7 @@ class Row:
     agent: int
     prompt_ids: tuple[int, ...]
     key: tuple[int, ...]
+    prefixes: Prefixes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +60,25 @@ class Sampled:
     log_probs: tuple[float, ...]
 
 
-def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """`[R, P]` tokens, `[R, P]` positions and `[R, P]` mask (True at real tokens) of prompts padded on the left."""
+def left_pad(
+    prompts: Sequence[Sequence[int]], device: torch.device, starts: Sequence[int] = (0,)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`[R, P]` tokens, `[R, P]` positions and `[R, past + P]` mask (True at real tokens) of prompts padded on the left.
+
+    Args:
+        prompts: `[R]` token ids.
+        device: Where the results go.
+        starts: `[R or 1]` tokens before them that were read already; `past` of them in the longest row.
+    """
+    before = torch.tensor(starts).unsqueeze(1).expand(len(prompts), 1)
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     longest = int(lengths.max())
     # The filler is a token of the row itself: masked, and no warning about padding.
     ids = torch.tensor([[prompt[0]] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
     positions = torch.arange(longest) - (longest - lengths).unsqueeze(1)
-    return ids.to(device), positions.clamp(min=0).to(device), (positions >= 0).to(device)
+    past = int(before.max())
+    mask = torch.cat([torch.arange(past) >= past - before, positions >= 0], dim=1)
+    return ids.to(device), (positions.clamp(min=0) + before).to(device), mask.to(device)
 
 
 def generate(
@@ -97,7 +115,9 @@ def generate(
             if batch.num_running == 0 or step + 1 == sampling.max_new_tokens:
                 break
             logits = batch.advance(tokens)
-    return batch.results()
+    results = batch.results()
+    batch.keep(results)
+    return results
 
 
 class _Batch:
@@ -122,10 +142,14 @@ class _Batch:
         self.lengths = torch.zeros(count + 1, dtype=torch.long, device=device)
         self.stop = StopStrings(sampling.stop, model.tokenizer)
         self.written: list[list[int]] = [[] for _ in rows]
+        self.prefixes = rows[0].prefixes
+        self.leavers: Leavers | None = None
 
     def read(self, prompts: Sequence[tuple[int, tuple[int, ...]]]) -> Tensor:
         """`[G * W, V]` logits of the first token of every row, each prompt read once."""
-        ids, positions, mask = left_pad([prompt for _, prompt in prompts], self.model.device)
+        starts = [0] * len(prompts) if self.prefixes is None else self.prefixes.load(prompts, self.cache)
+        unread = [prompt[start:] for (_, prompt), start in zip(prompts, starts, strict=True)]
+        ids, positions, mask = left_pad(unread, self.model.device, starts)
         self.mask = None if bool(mask.all()) else mask
         logits = self.model.next_logits(ids, positions, self.mask, self.cache)
         place = {prompt: index for index, prompt in enumerate(prompts)}
@@ -141,6 +165,8 @@ class _Batch:
             for index in group + group[:1] * (self.width - len(group))
         ]
         self.owner = torch.tensor(owner, device=self.model.device)
+        if self.prefixes is not None and self.prefixes.keeps and is_plain(self.model, self.cache):
+            self.leavers = Leavers([None if index == nobody else index for index in owner])
         self.positions = positions[:, -1]
         rows = torch.tensor(source, device=self.model.device)
         self._select(rows)
@@ -188,6 +214,8 @@ class _Batch:
         order = idle.to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
         rows = (order + torch.tensor(groups, device=order.device).unsqueeze(1) * self.width).flatten()
         self.owner = self.owner[rows]
+        if self.leavers is not None:
+            self.leavers.part(self.cache, self.mask, rows.tolist())
         self._select(rows)
         if self.grouping is not None:
             self.grouping.keep(groups, width)
@@ -217,3 +245,10 @@ class _Batch:
         )
         parts = zip(*(part[chosen].tolist() for part in (self.tokens, self.log_probs, self.lengths)), strict=True)
         return [Sampled(tuple(tokens[:length]), tuple(scores[:length])) for tokens, scores, length in parts]
+
+    def keep(self, results: Sequence[Sampled]) -> None:
+        """Leave keys and values to the next turn, if it can use them. The last token of a completion was never read."""
+        if self.prefixes is not None and self.leavers is not None:
+            self.leavers.end(self.cache, self.mask)
+            pairs = zip(self.rows, results, strict=True)
+            self.prefixes.keep(self.leavers, [(row.agent, row.prompt_ids + own.token_ids[:-1]) for row, own in pairs])

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from comlrl_lightning.agents.adapters import REFERENCE, Adapters, Grouping
 from comlrl_lightning.agents.attention import HALF, use_quick_attention
-from comlrl_lightning.agents.cache import sees_everything
+from comlrl_lightning.agents.cache import rotation_is_fixed, sees_everything
 from comlrl_lightning.agents.prompts import PromptEncoder
 
 if TYPE_CHECKING:
@@ -65,12 +65,15 @@ class LanguageModel(nn.Module):
         self._keep_adapters_in_float32()
         accepted = inspect.signature(self.causal.base_model.forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
-        self._takes_positions = "position_ids" in accepted
+        self.takes_positions = "position_ids" in accepted
+        """Whether it is told where tokens stand, and does not work it out by itself."""
         self.own_head = self._check_head()
         """Whether the logits are just the head's product with the hidden states."""
-        self.reads_prompts_once = self.own_head and self._takes_positions and sees_everything(self.causal.config)
+        config = self.causal.config
+        plain = self.takes_positions and sees_everything(config) and rotation_is_fixed(config)
+        self.reads_prompts_once = self.own_head and plain
         """Whether completions of the same prompt share its reading when they are scored."""
-        if not self._takes_positions:
+        if not self.takes_positions:
             self._check_padding()
 
     @property
@@ -238,7 +241,7 @@ class LanguageModel(nn.Module):
         arguments = {"input_ids": ids, "attention_mask": mask, "use_cache": cache is not None}
         if cache is not None:
             arguments[self._cache_argument] = cache
-        if self._takes_positions:
+        if self.takes_positions:
             arguments["position_ids"] = positions
         return arguments
 

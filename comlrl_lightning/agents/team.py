@@ -104,7 +104,7 @@ class AgentTeam(nn.Module):
             limit = speaker.prompt_limit(request.agent, sampling.max_new_tokens)
             ids = speaker.prompts.encode(request.agent, request.prompt, limit)
             prompts.append(ids)
-            rows += [Row(request.agent, ids, key) for key in request.keys]
+            rows += [Row(request.agent, ids, key, request.prefixes) for key in request.keys]
 
         def completions(number: int, group: Sequence[Sampled]) -> tuple[Completion, ...]:
             request = requests[number]

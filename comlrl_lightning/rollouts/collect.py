@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from comlrl_lightning.agents.arrivals import Arrivals
 from comlrl_lightning.agents.generation import Finished, GenerationRequest
+from comlrl_lightning.agents.prefixes import Prefixes
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.collaboration import JointFormat, merged_prompt, split_or_empty
 from comlrl_lightning.interface import Formatters, RewardFunction, Transition
@@ -151,6 +152,7 @@ class Collector:
         """
         self._items, self._indices = items, indices
         self._num_unparsed = self._num_late = 0
+        prefixes = Prefixes() if self.shape.num_turns > 1 else None
         nodes: list[Node] = []
         generation_seconds = reward_seconds = 0.0
         branches = [self._root(task) for task in range(len(items))]
@@ -158,11 +160,13 @@ class Collector:
             if not branches:
                 break
             started = time.perf_counter()
+            if prefixes is not None:
+                prefixes.keeps = turn < self.shape.num_turns
             groups = self._groups(branches)
             with self.interface.workers.open(self.interface.reward, len(groups)) as scoring:
                 arrivals = self._arrivals(groups, turn, scoring)
                 early = None if self.interface.workers.num_workers == 0 else arrivals.arrive
-                sampled = self._sample(branches, turn, early)
+                sampled = self._sample(branches, turn, prefixes, early)
                 generated = time.perf_counter()
                 unscored = arrivals.complete(sampled)
                 scored = self._scored(unscored, scoring.scores())
@@ -188,7 +192,9 @@ class Collector:
         empty: tuple[tuple[Any, ...], ...] = ((),) * len(prompts)
         return _Branch(task, (), None, prompts, empty, empty)
 
-    def _sample(self, branches: Sequence[_Branch], turn: int, early: Finished | None) -> list[tuple[Completion, ...]]:
+    def _sample(
+        self, branches: Sequence[_Branch], turn: int, prefixes: Prefixes | None, early: Finished | None
+    ) -> list[tuple[Completion, ...]]:
         """`[nodes * N][K]` completions of all branches by one call of the team."""
         samples = range(1 if self.shape.trajectories and turn > 1 else self.shape.num_generations)
         requests = [
@@ -196,6 +202,7 @@ class Collector:
                 agent,
                 prompt,
                 tuple((*self.key, self._indices[branch.task], *branch.path, agent, sample) for sample in samples),
+                prefixes,
             )
             for branch in branches
             for agent, prompt in enumerate(self._asked(branch))
