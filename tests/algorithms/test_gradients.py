@@ -138,7 +138,8 @@ def compare(optimizer: Any, module: CooperativeModule, expected: Sequence[Sequen
             assert step or any(gradient.abs().max() > 1e-3 for gradient in reference.values())
             for name, gradient in zip(names, gradients, strict=True):
                 assert gradient is not None
-                torch.testing.assert_close(gradient, reference[name], rtol=1e-5, atol=1e-6)
+                # Norms compute in single precision, whatever the model does.
+                torch.testing.assert_close(gradient, reference[name], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["shared", "separate", "full"])

@@ -205,7 +205,8 @@ def check(
     for agent, speaker in enumerate(agents):
         ours = {bare(name): value for name, value in weights(module, agent).items()}
         for name, parameter in speaker.parameters().items():
-            torch.testing.assert_close(ours[name], parameter.data, rtol=1e-6, atol=1e-7)
+            # Norms compute in single precision, whatever the model does.
+            torch.testing.assert_close(ours[name], parameter.data, rtol=1e-6, atol=1e-6)
     return steps, trainer
 
 
