@@ -21,6 +21,10 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from comlrl_lightning.agents.attention import HALF
+
+FEW_ROWS = 16
+"""Rows up to which small products in half precision are slower than in float32, as measured on a CPU."""
 REFERENCE = "_reference"
 """What the name of an adapter's frozen initial copy ends with."""
 
@@ -36,13 +40,13 @@ class Grouping:
     def __init__(self, names: Sequence[str], sizes: Sequence[int]) -> None:
         self.names = tuple(names)
         self.sizes = tuple(sizes)
-        self._stacks: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stacks: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def keep(self, groups: Sequence[int], size: int) -> None:
         """Go on with some of the groups, each `size` rows long."""
         if len(groups) < len(self.names):
             self.names = tuple(self.names[group] for group in groups)
-            self._stacks = {i: (down[groups], up[groups]) for i, (down, up) in self._stacks.items()}
+            self._stacks = {key: (down[groups], up[groups]) for key, (down, up) in self._stacks.items()}
         self.sizes = (size,) * len(groups)
 
     def add(self, index: int, layer: LoraLayer, x: Tensor, output: Tensor) -> Tensor:
@@ -56,8 +60,9 @@ class Grouping:
         """
         if not any(name in layer.lora_A for name in self.names):
             return output
-        down, up = self._factors(index, layer, output.dtype)
-        x = x.to(output.dtype)
+        dtype = _dtype_of_products(output)
+        down, up = self._factors(index, layer, dtype)
+        x = x.to(dtype)
         if len(set(self.sizes)) == 1:
             return _add_stacked(x, output, down, up)
         sizes = list(self.sizes)
@@ -65,16 +70,25 @@ class Grouping:
         return torch.cat([_add_stacked(*part) for part in zip(*cuts, strict=True)])
 
     def _factors(self, index: int, layer: LoraLayer, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if index not in self._stacks:
+        if (index, dtype) not in self._stacks:
             down, up = _stack(layer, self.names)
-            self._stacks[index] = down.to(dtype), up.to(dtype)
-        return self._stacks[index]
+            self._stacks[index, dtype] = down.to(dtype), up.to(dtype)
+        return self._stacks[index, dtype]
+
+
+def _dtype_of_products(output: Tensor) -> torch.dtype:
+    """That of the frozen layer's output, but float32 for a few rows on a CPU: half precision takes twice as long."""
+    few = output.device.type == "cpu" and output.dtype in HALF and output.numel() <= FEW_ROWS * output.shape[-1]
+    return torch.float32 if few else output.dtype
 
 
 def _add_stacked(x: Tensor, output: Tensor, down: Tensor, up: Tensor) -> Tensor:
     groups = len(down)
     low = torch.bmm(x.reshape(groups, -1, x.shape[-1]), down.mT)
-    return torch.baddbmm(output.reshape(groups, -1, output.shape[-1]), low, up.mT).view(output.shape)
+    base = output.reshape(groups, -1, output.shape[-1])
+    if base.dtype == low.dtype:
+        return torch.baddbmm(base, low, up.mT).view(output.shape)
+    return (base + torch.bmm(low, up.mT)).to(output.dtype).view(output.shape)
 
 
 def _stack(layer: LoraLayer, names: Sequence[str]) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from comlrl_lightning.agents.adapters import Adapters
 from comlrl_lightning.agents.settings import LoraSettings
 from comlrl_lightning.agents.team import AgentTeam
-from tests.agents.helpers import ARCHITECTURES, model_of, shared_team, trained
+from tests.agents.helpers import ARCHITECTURES, model_of, shared_team, trained, written
+from tests.tiny_lm import tiny_llama
 
 IDS = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9], [3, 1, 2]])
 
@@ -60,6 +61,45 @@ def test_grouped_rows_equal_set_adapter(make: Callable[[], PreTrainedModel], siz
         expected.append(logits(causal, ids))
     with adapters.grouped(["agent_1", "agent_0"], sizes):
         torch.testing.assert_close(logits(causal), torch.cat(expected), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("repeats", [1, 8], ids=["few rows", "many rows"])
+def test_grouped_rows_in_half_precision(repeats: int) -> None:
+    # The error against the same weights in single precision, beside that of PEFT, which multiplies in single precision.
+    ids = IDS.repeat_interleave(repeats, 0)
+    sizes = [2 * repeats, 2 * repeats]
+    adapters, causal = parts(shared_team(tiny_llama(initializer_range=0.1).bfloat16()))
+    adapters.network.eval()
+    with adapters.grouped(("agent_1", "agent_0"), sizes):
+        ours = logits(causal, ids)
+    public = torch.cat(
+        [_alone(adapters, causal, *pair) for pair in zip(("agent_1", "agent_0"), torch.split(ids, sizes), strict=True)]
+    )
+    causal.float()
+    with adapters.grouped(("agent_1", "agent_0"), sizes):
+        exact = logits(causal, ids)
+    assert ours.dtype == torch.bfloat16
+    errors = [float((found.float() - exact).norm() / exact.norm()) for found in (ours, public)]
+    assert errors[0] < 1.5 * errors[1] < 0.05
+
+
+def _alone(adapters: Adapters, causal: PreTrainedModel, name: str, ids: Tensor) -> Tensor:
+    adapters.network.set_adapter(name)
+    return logits(causal, ids)
+
+
+def test_adapters_beside_a_base_in_half_precision_get_float32_gradients() -> None:
+    rows = written(0, [0, 1, 1, 0] * 4)
+    found = []
+    team = shared_team(tiny_llama(initializer_range=0.1).bfloat16()).train()
+    for prepare in (lambda: None, model_of(team).causal.float):
+        prepare()
+        team.zero_grad()
+        torch.autograd.backward(team.log_probs(rows, temperature=1.0).log_probs.sum())
+        gradients = [parameter.grad for parameter in trained(team).values()]
+        assert {None if gradient is None else gradient.dtype for gradient in gradients} == {torch.float32}
+        found.append(torch.cat([gradient.flatten() for gradient in gradients if gradient is not None]).clone())
+    assert torch.nn.functional.cosine_similarity(found[0], found[1], dim=0) > 0.99
 
 
 def test_groups_can_leave() -> None:
