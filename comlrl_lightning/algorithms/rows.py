@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
@@ -101,15 +102,26 @@ def sequence_lengths(completions: Sequence[Completion]) -> list[int]:
     return [len(one.prompt_ids) + len(one.token_ids) for one in completions]
 
 
-def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+def micro_batches(lengths: Sequence[int], token_budget: int, kinds: Sequence[int] | None = None) -> list[list[int]]:
     """Positions of rows of similar length, cut so that a padded batch stays within the token budget.
+
+    There are as few batches as that allows, and the largest, which decides about memory, is as small as so many allow.
 
     Args:
         lengths: `[R]` tokens of each row.
         token_budget: Padded tokens per batch; a longer row gets a batch of its own.
+        kinds: `[R]` rows of the same length stand together by this; None: they are all alike.
     """
+    order = sorted(range(len(lengths)), key=lambda row: (lengths[row], 0 if kinds is None else kinds[row], row))
+    num_batches = len(_cut(order, lengths, token_budget))
+    enough = bisect_left(range(token_budget), -num_batches, key=lambda budget: -len(_cut(order, lengths, budget)))
+    return _cut(order, lengths, enough)
+
+
+def _cut(order: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Greedy batches of rows in this order, by ascending length."""
     batches: list[list[int]] = []
-    for position in sorted(range(len(lengths)), key=lambda row: (lengths[row], row)):
+    for position in order:
         if batches and (len(batches[-1]) + 1) * lengths[position] <= token_budget:
             batches[-1].append(position)
         else:
@@ -129,7 +141,7 @@ def completion_batches(
         token_budget: Padded tokens per batch; a longer row gets a batch of its own.
         reads_prompts_once: Of the language model.
     """
-    by_length = micro_batches(sequence_lengths(completions), token_budget)
+    by_length = micro_batches(sequence_lengths(completions), token_budget, [one.agent for one in completions])
     if not reads_prompts_once:
         return by_length
 
