@@ -88,8 +88,10 @@ def _read_prompts_once(
     longest = max(map(len, read))
     if longest:
         cache.batch_select_indices(owners)
-        # The filler is a token of the row itself; what it reads on the right of a row changes nothing in it.
-        padded = [[*row, *one.token_ids[:1] * (longest - len(row))] for row, one in zip(read, completions, strict=True)]
+        # What stands on the right of a row changes nothing in it.
+        padded = [
+            [*row, *one.prompt_ids[:1] * (longest - len(row))] for row, one in zip(read, completions, strict=True)
+        ]
         following = torch.tensor(padded, device=model.device)
         places = positions[:, -1:][owners] + 1 + torch.arange(longest, device=model.device)
         seen = torch.cat([mask[owners], torch.ones_like(following, dtype=torch.bool)], dim=1)

@@ -287,6 +287,12 @@ class TestPromptsReadOnce:
         torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-11)
         assert not torch.allclose(found[0], team.log_probs(rows, temperature=1.0).log_probs)
 
+    def test_an_empty_answer(self) -> None:
+        rows = [completion(0, range(12), [1, 2, 3]), completion(0, range(12), [])]
+        scores = shared_team().log_probs(rows, temperature=1.0)
+        assert scores.completion_mask.tolist() == [[True] * 3, [False] * 3]
+        assert scores.log_probs[1].tolist() == [0.0] * 3
+
     def test_what_is_read(self) -> None:
         # Prompts of 12 and answers of 3 and 2 tokens: 2 x 15 = 30 tokens apart, 12 + 2 x 3 = 18 with the prompt once.
         team = shared_team()

@@ -283,6 +283,13 @@ class TestMicroBatches:
         # Sorted 3, 4, 5, 9: two rows of 4 make 8, with 5 three of 5 would make 15 > 10; 5 and 9 would make 18.
         assert micro_batches([9, 4, 3, 5], 10) == [[2, 1], [3], [0]]
 
+    def test_batches_are_even(self) -> None:
+        # 22 tokens hold four rows of 5, which would leave 4, 4 and 1; three batches can as well have three each.
+        assert micro_batches([5] * 9, 22) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+    def test_rows_of_a_kind_stand_together(self) -> None:
+        assert micro_batches([5, 5, 4, 5, 5], 10, kinds=[1, 0, 1, 1, 0]) == [[2, 1], [4, 0], [3]]
+
     def test_a_row_above_the_budget_goes_alone(self) -> None:
         assert micro_batches([50, 50], 10) == [[0], [1]]
 
