@@ -24,8 +24,6 @@ MAX_SCORES = 512**2
 def use_quick_attention(model: PreTrainedModel) -> None:
     """Let a model that attends by torch's fused function use `attend`, which calls it where it is the better one."""
     if model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
-        AttentionInterface.register(NAME, attend)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
         model.set_attn_implementation(NAME)
 
 
@@ -62,7 +60,7 @@ def attend(
         if queries == 1 and attention_mask is None:
             # With a mask, even one that hides nothing, transformers does not repeat the keys of a group for its heads.
             attention_mask = torch.ones(1, dtype=torch.bool).expand(len(query), 1, 1, keys)
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = bool(vars(module).get("is_causal", True)) if is_causal is None else is_causal
         understood = attention_mask is not None or (queries == keys and causal)
         plain = not dropout and more.get("position_bias") is None and more.get("softcap") is None
         if queries > 1 and queries * keys <= MAX_SCORES and understood and plain:
@@ -100,3 +98,8 @@ def _bias(mask: Tensor | None, length: int, like: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=like.dtype).masked_fill(~mask, torch.finfo(like.dtype).min / 2)
     return mask.to(like.dtype).unsqueeze(2)
+
+
+# Here, and not when a model first uses it: a process that was sent such a model has only imported this.
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +21,11 @@ from tests.tiny_lm import tiny_llama
 class Layer(nn.Module):
     """What the functions ask of an attention layer."""
 
-    is_causal = True
     num_key_value_groups = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_causal = True
 
 
 def states(queries: int, keys: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,6 +125,18 @@ class TestModels:
         model = tiny_llama()
         model.set_attn_implementation("eager")
         assert model_of(shared_team(model)).causal.config._attn_implementation == "eager"
+
+    def test_a_model_sent_to_another_process_works_there(self, tmp_path: Any) -> None:
+        torch.save(model_of(shared_team()).causal, tmp_path / "model.pt")
+        code = (
+            "import sys, torch; import comlrl_lightning.agents.language_model;"
+            "model = torch.load(sys.argv[1], weights_only=False);"
+            "print(tuple(model(input_ids=torch.ones(1, 3, dtype=torch.long)).logits.shape))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, tmp_path / "model.pt"], capture_output=True, text=True, check=False
+        )
+        assert done.stdout.strip() == "(1, 3, 259)", done.stderr
 
     def test_folders_do_not_name_it(self, tmp_path: Any) -> None:
         causal = model_of(shared_team()).causal
