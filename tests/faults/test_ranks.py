@@ -1,8 +1,9 @@
-"""An exception in one of two ranks: nobody waits for ever, and the first error can be read."""
+"""An exception in one of two ranks, and SIGTERM: nobody waits for ever, and the first error can be read."""
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -52,3 +53,37 @@ def test_all_ranks_end(fault: Fault, tmp_path: Path) -> None:
     assert f"This is rank {failing} of 2." in said
     assert f"This is rank {1 - failing} of 2; another rank has ended before it, whose error says why." in others
     assert "is broken" not in others
+
+
+def terminated(rank: int, port: int) -> None:
+    """A fit as one of two ranks that get SIGTERM in their third step, rank 1 twice."""
+    os.environ.update(rank_environment(rank, 2, port))
+    calls = 0
+
+    def reward(*completions: list[str]) -> list[float]:
+        nonlocal calls
+        calls += 1
+        for _ in range(rank + 1 if calls == 3 else 0):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return uneven_reward(*completions)
+
+    trainer = make_trainer(strategy="ddp", devices=2, max_epochs=20)
+    trainer.fit(new_module(reward_func=reward), TaskDataModule(ITEMS))
+
+
+@faults(
+    Fault(
+        "ranks",
+        "SIGTERM to both ranks inside a step, to one of them twice",
+        "both stop before the next batch, exit 143",
+    )
+)
+def test_all_ranks_stop_at_sigterm(fault: Fault, tmp_path: Path) -> None:
+    port = free_port()
+    ranks = [start(terminated, rank, port, log=tmp_path / f"rank_{rank}") for rank in (0, 1)]
+    try:
+        codes = [exit_code(process, LIMIT_SECONDS) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert codes == [143, 143], (tmp_path / "rank_1").read_text()
