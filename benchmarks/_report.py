@@ -223,7 +223,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             must = SPEED_GOALS[name].must
             axes.plot([must, must], [place - 0.4, place + 0.4], color="tab:red", linewidth=2)
     for color, label in formats.values():
-        axes.barh([], [], color=color, label=label)
+        axes.plot([], [], color=color, linewidth=6, label=label)
     axes.plot([], [], color="tab:red", linewidth=2, label="to be reached")
     axes.axvline(1, color="0.5", linewidth=1)
     axes.set_yticks(range(len(names)), names)
