@@ -85,7 +85,7 @@ class _Distributions(NamedTuple):
         normalizer = weights.sum(-1)
         weighted = torch.linalg.vecdot(weights, scores)
         if bool(weighted.isnan().any()):  # 0 * -inf: a token of probability 0 adds nothing
-            scores.masked_fill_(weights == 0, 0.0)
+            scores.clamp_(min=torch.finfo(scores.dtype).min)
             weighted = torch.linalg.vecdot(weights, scores)
         return cls(scores, weights, normalizer, normalizer.log() - weighted / normalizer)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -68,16 +68,14 @@ class LookAtShards(Callback):
 
 
 class EachPromptAnew(Callback):
-    """Reads a prompt again for each of its completions, as models in shards do: then results agree to the last bit."""
+    """Reads a prompt for each of its completions, as models in shards do: then results agree to the last bit."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, CooperativeModule)
-        for model in pl_module.team.language_models():
+        for model in cast("CooperativeModule", pl_module).team.language_models():
             model.reads_prompts_once = False
 
 
 def on_two_ranks(run: Run, **more: Any) -> list[Fit]:
-    """Fit with whole models."""
     return run.on(2, **{**more, "callbacks": [*more.get("callbacks", ()), EachPromptAnew()]})
 
 

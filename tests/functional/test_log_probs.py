@@ -92,6 +92,14 @@ def test_gradients_of_log_probs_and_entropy() -> None:
     assert torch.autograd.gradcheck(lambda scores: token_log_probs(scores, token_ids, 0.7), (logits,))
 
 
+def test_an_unlikely_token_beside_an_impossible_one() -> None:
+    # exp(-200) is 0 in single precision, yet the token can come; only the last one cannot.
+    logits = torch.tensor([[0.0, -200.0, -math.inf]])
+    log_probs, entropy = token_log_probs(logits, torch.tensor([1]), 1.0)
+    assert log_probs.tolist() == [-200.0]
+    assert entropy.tolist() == [0.0]
+
+
 def gradients(head: LoraHead, hidden: Tensor, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, ...]:
     """Of a loss that gives each position another weight, with respect to the hidden states and the head's factors."""
     weights = torch.arange(1.0, POSITIONS + 1, dtype=torch.float64)
