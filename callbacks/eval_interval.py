@@ -100,13 +100,22 @@ class EvalInterval(Callback):
 
 
 def _adapt_checks(trainer: Trainer) -> None:
-    """Tell Lightning's callbacks when to look, which they otherwise guess from Lightning's schedule."""
+    """Tell Lightning's callbacks when to look, which they otherwise guess from Lightning's schedule.
+
+    What comes from training is there at the end of an epoch, at an evaluation perhaps not yet, or not any more.
+    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ModelCheckpoint) and callback.monitor is None:
-            # It would wait for an evaluation that never comes after the last batch.
+        if isinstance(callback, ModelCheckpoint) and not _looks_at_evaluations(callback.monitor):
             callback._save_on_train_epoch_end = callback._save_on_train_epoch_end is not False
-        elif isinstance(callback, EarlyStopping) and callback.monitor.startswith(EVAL_PREFIX):
-            callback._check_on_train_epoch_end = False
+        elif isinstance(callback, EarlyStopping):
+            if _looks_at_evaluations(callback.monitor):
+                callback._check_on_train_epoch_end = False
+            else:
+                callback._check_on_train_epoch_end = callback._check_on_train_epoch_end is not False
+
+
+def _looks_at_evaluations(monitor: str | None) -> bool:
+    return monitor is not None and monitor.startswith(EVAL_PREFIX)
 
 
 def _validate(trainer: Trainer) -> None:

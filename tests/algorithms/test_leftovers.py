@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 
 from comlrl_lightning.algorithms import MAGRPO
 from comlrl_lightning.callbacks import EvalInterval
@@ -85,6 +85,21 @@ def test_names_of_checkpoints_count_optimizer_steps(tmp_path: Path, interval: in
     assert sorted(path.stem for path in tmp_path.glob("*.ckpt")) == [f"step={step}" for step in (1, 2, 3, 4)]
     expected = ["step=4"] if interval is None else ["step=2"]
     assert sorted(path.stem for path in (tmp_path / "evaluated").glob("*.ckpt")) == expected
+
+
+@pytest.mark.parametrize("interval", [0, 2])
+@pytest.mark.parametrize("interval_first", [True, False])
+def test_monitors_of_training_look_at_the_end_of_each_epoch(
+    tmp_path: Path, interval: int, interval_first: bool
+) -> None:
+    # The first evaluation, before the first batch, has no metric of training.
+    keep = ModelCheckpoint(tmp_path, filename="{step}", monitor="turn_1/reward_mean", save_top_k=-1)
+    stop = EarlyStopping("turn_1/reward_mean", mode="max", min_delta=100.0, patience=2)
+    callbacks: list[Callback] = [EvalInterval(interval), keep, stop]
+    trainer = make_trainer(callbacks if interval_first else callbacks[::-1], enable_checkpointing=True, max_epochs=9)
+    trainer.fit(make_module(MAGRPO), TaskDataModule(ITEMS, eval_dataset=ITEMS[:1]))
+    # Four steps in each of three epochs: the first sets the mark, two do not surpass it.
+    assert sorted(int(path.stem.removeprefix("step=")) for path in tmp_path.glob("*.ckpt")) == [4, 8, 12]
 
 
 @pytest.mark.parametrize("failing", [2, 4])
