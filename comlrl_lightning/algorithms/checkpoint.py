@@ -14,6 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim.lr_scheduler import LRScheduler
 
+from comlrl_lightning.agents.adapters import REFERENCE
 from comlrl_lightning.algorithms.bases import bases_of, check_bases
 from comlrl_lightning.algorithms.hparams import to_plain
 from comlrl_lightning.distributed import gather_objects, rank, world_size
@@ -24,6 +25,25 @@ if TYPE_CHECKING:
 
 KEY = "comlrl_lightning"
 """Where a checkpoint holds the state of the run."""
+
+FIXED_SETTINGS = (
+    "agents",
+    "reward_processor",
+    "external_prompt_passthrough",
+    "collaboration",
+    "num_turns",
+    "num_generations",
+    "discount",
+    "early_termination_threshold",
+    "reference_kl_coef",
+    "sampling",
+    "importance_level",
+    "seed",
+    "reward_func",
+    "formatters",
+    "external_transition",
+)
+"""Settings of all algorithms that must not change when a run goes on; those of the update may."""
 
 MEANS = ("gradient_checkpointing", "api_key_env", "timeout_seconds", "max_retries", "max_concurrency")
 """Settings of models that cost memory or time, or reach a server, and change no result: a run may go on with others."""
@@ -74,12 +94,12 @@ class Progress:
 
 
 def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
-    """Reduce a checkpoint to the weights that are trained, and add the state of the run. Call it on every rank.
+    """Reduce a checkpoint to the weights that it holds, and add the state of the run. Call it on every rank.
 
     What is saved while a training step runs or has failed goes on from the start of that step, with the weights as they
     are: exact unless one of several optimizer steps of an update had been taken.
     """
-    checkpoint["state_dict"] = {name: checkpoint["state_dict"][name] for name in trained_names(module)}
+    checkpoint["state_dict"] = {name: checkpoint["state_dict"][name] for name in kept_names(module)}
     progress = module.step_start or Progress.of(module)
     this_rank = {
         "rng": progress.rng,
@@ -123,10 +143,10 @@ def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any], *, fittin
         saved = {"algorithm": state["algorithm"], **state["settings"], **_fixed(state["optimization"])}
         check_settings(saved, current)
     check_bases(state["bases"], bases_of(module))
-    missing = sorted(set(trained_names(module)) - set(checkpoint["state_dict"]))
+    missing = sorted(set(kept_names(module)) - set(checkpoint["state_dict"]))
     if missing:
         raise ValueError(
-            f"The checkpoint lacks {len(missing)} of the weights that this module trains, the first is {missing[0]!r}."
+            f"The checkpoint lacks {len(missing)} of the weights that this module needs, the first is {missing[0]!r}."
             " Use the agents= settings that it was saved with."
         )
     module.env_step, module.update_step = state["env_step"], state["update_step"]
@@ -200,12 +220,23 @@ def check_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
         ValueError: If one differs; it is named with both values.
     """
     for name, value in current.items():
-        if saved.get(name) != value:
+        if not _is_same(saved.get(name), value):
             name, former, value = _difference(name, saved.get(name), value)
             raise ValueError(
                 f"{name}={value!r} differs from the checkpoint's {name}={former!r}: going on would mix two runs. Use"
                 " the checkpoint's value, or start a new run without ckpt_path."
             )
+
+
+def _is_same(saved: Any, current: Any) -> bool:
+    """Whether two plain settings are equal; what a script defines is ``__main__``'s while it runs as a script."""
+    if isinstance(saved, list) and isinstance(current, list):
+        return len(saved) == len(current) and all(map(_is_same, saved, current))
+    if isinstance(saved, str) and isinstance(current, str):
+        for one, other in ((saved, current), (current, saved)):
+            if one.startswith("__main__."):
+                return other.endswith(one.removeprefix("__main__"))
+    return bool(saved == current)
 
 
 def _difference(name: str, saved: Any, current: Any) -> tuple[str, Any, Any]:
@@ -235,6 +266,32 @@ def _fixed(optimization: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in optimization.items() if name != "optimizer_options"}
 
 
-def trained_names(module: CooperativeModule) -> list[str]:
-    """Names of the weights that are trained, which are those that a checkpoint holds."""
-    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+def kept_names(module: CooperativeModule) -> list[str]:
+    """Names of the weights that a checkpoint holds: all that are trained, and the reference adapters.
+
+    Whole frozen models are not among them. The folder that reference adapters came from may change meanwhile, as when a
+    run writes what it has learned to where it began.
+    """
+    return [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad or any(part.endswith(REFERENCE) for part in name.split("."))
+    ]
+
+
+def without_left_out(module: CooperativeModule, keys: Any, *, strict: bool) -> Any:
+    """What `nn.Module.load_state_dict` returned, without missing weights that no checkpoint holds.
+
+    Args:
+        module: The module.
+        keys: Names of weights that were missing or not expected.
+        strict: Whether any that are left are an error.
+
+    Raises:
+        RuntimeError: If they are.
+    """
+    kept = set(kept_names(module))
+    keys.missing_keys[:] = [name for name in keys.missing_keys if name in kept]
+    if strict and (keys.missing_keys or keys.unexpected_keys):
+        raise RuntimeError(f"Weights do not fit: missing {keys.missing_keys}, unexpected {keys.unexpected_keys}.")
+    return keys

@@ -15,7 +15,14 @@ from typing_extensions import override
 from comlrl_lightning.agents.sampling import seeded
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.algorithms.checkpoint import Progress, load_run, restore_run, save_run, trained_names
+from comlrl_lightning.algorithms.checkpoint import (
+    FIXED_SETTINGS,
+    Progress,
+    load_run,
+    restore_run,
+    save_run,
+    without_left_out,
+)
 from comlrl_lightning.algorithms.checks import (
     OptimizerFactory,
     SchedulerFactory,
@@ -110,20 +117,7 @@ class CooperativeModule(Evaluations):
             and sample. A second fit from epoch 0 draws the same numbers again.
     """
 
-    fixed_settings: tuple[str, ...] = (
-        "agents",
-        "num_turns",
-        "num_generations",
-        "discount",
-        "early_termination_threshold",
-        "reward_processor",
-        "external_prompt_passthrough",
-        "collaboration",
-        "reference_kl_coef",
-        "sampling",
-        "importance_level",
-        "seed",
-    )
+    fixed_settings: tuple[str, ...] = FIXED_SETTINGS
     """Settings that must not change when a run goes on from a checkpoint."""
     method: Method | None = None
     """How the team learns from rewards."""
@@ -271,6 +265,10 @@ class CooperativeModule(Evaluations):
         return rates if self.method is None else [*rates, *self.method.critic_rates(self.team_size)]
 
     @override
+    def setup(self, stage: str) -> None:
+        self._resumed = None  # a fit that was refused after it had read its checkpoint may have left something
+
+    @override
     def on_fit_start(self) -> None:
         check_precision(self.trainer.precision, (one for one in self.team.parameters() if one.requires_grad))
         check_shares(self.updates.train_batch_size, world_size())
@@ -367,16 +365,15 @@ class CooperativeModule(Evaluations):
             if isinstance(self.method, ActorCritic):
                 self.critics.save(folder)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "fit_trainer": None}  # as Lightning leaves its trainer out
+
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights as any module does; frozen weights and metrics, which checkpoints leave out, are not missed."""
         self.configure_model()  # a fit in processes of its own brings its weights to a module that has none yet
         keys = super().load_state_dict(state_dict, strict=False, assign=assign)
-        trained = set(trained_names(self))
-        keys.missing_keys[:] = [name for name in keys.missing_keys if name in trained]
-        if strict and (keys.missing_keys or keys.unexpected_keys):
-            raise RuntimeError(f"Weights do not fit: missing {keys.missing_keys}, unexpected {keys.unexpected_keys}.")
-        return keys
+        return without_left_out(self, keys, strict=strict)
 
     def progress(self) -> Any:
         """What else a training step of this algorithm changes, as a value that nobody changes afterwards."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 
 from comlrl_lightning.algorithms import MAGRPO
-from comlrl_lightning.callbacks import EvalInterval
+from comlrl_lightning.callbacks import BatchCheckpoint, EvalInterval
 from comlrl_lightning.data import TaskDataModule
 from comlrl_lightning.evaluation import evaluate
 from comlrl_lightning.rewards import WeightedRewards
@@ -66,6 +67,31 @@ def test_a_second_fit_does_not_train_on_leftovers() -> None:
 
     fit(module, ITEMS[:1], 1, [Watch()])
     assert trained == [0]
+
+
+def test_a_fit_after_a_refused_resume_starts_without_the_checkpoint_s_buffer(tmp_path: Path) -> None:
+    trainer = make_trainer([StopAtOnce(), BatchCheckpoint(dirpath=tmp_path)], enable_checkpointing=True)
+    trainer.fit(make_module(MAGRPO, rollout_buffer_size=100), TaskDataModule(ITEMS))
+    (half,) = tmp_path.glob("*.ckpt")
+    module = make_module(MAGRPO, rollout_buffer_size=100)
+    with pytest.raises(ValueError, match="batch_size"):
+        make_trainer().fit(module, TaskDataModule(ITEMS, batch_size=2), ckpt_path=half)
+    held: list[int] = []
+
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+            held.append(len(module.buffer))
+
+    fit(module, ITEMS[:2], 1, [Watch()])
+    assert held == [0, 1]
+
+
+def test_a_trained_module_can_be_sent_though_its_trainer_cannot() -> None:
+    module = make_module(MAGRPO)
+    fit(module, ITEMS[:1], 1, [LambdaCallback(on_fit_end=lambda *_: None)])
+    copy = pickle.loads(pickle.dumps(module))
+    assert copy.fit_trainer is None
+    assert module.fit_trainer is not None
 
 
 @pytest.mark.parametrize("interval", [None, 2])

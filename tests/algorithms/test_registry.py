@@ -16,6 +16,7 @@ from torch import Tensor
 
 from comlrl_lightning.agents.settings import LoraSettings, SharedBase
 from comlrl_lightning.algorithms import MAGRPO, MARLOO, POLICY_GRADIENT_ALGORITHMS, CooperativeModule
+from comlrl_lightning.algorithms.checkpoint import check_settings
 from comlrl_lightning.callbacks import BatchCheckpoint
 from comlrl_lightning.data import TaskDataModule
 from comlrl_lightning.evaluation import evaluate
@@ -29,6 +30,7 @@ from tests.algorithms.support import (
     make_module,
     make_trainer,
     tiny_agents,
+    trained_a_little,
     uneven_reward,
     weights,
 )
@@ -41,6 +43,10 @@ def noisy_reward(*completions: list[str]) -> list[float]:
     """A reward that draws from all three global random states."""
     noise = random.random() + float(np.random.random()) + float(torch.rand(()))
     return [value + noise * place for place, value in enumerate(uneven_reward(*completions))]
+
+
+def shout(item: dict[str, Any]) -> str:
+    return f"{item['prompt']}!"
 
 
 def shrinking(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -207,11 +213,41 @@ class TestCheckpoint:
             ({"early_termination_threshold": 1.0}, "early_termination_threshold=1.0 differs"),
             ({"advantage_normalization": False}, "advantage_normalization=False differs"),
             ({"num_turns": 2, "external_transition": echo}, "num_turns=2 differs"),
+            ({"reward_func": noisy_reward}, "reward_func='.*noisy_reward' differs from .*='.*uneven_reward'"),
+            ({"formatters": shout}, "formatters='.*shout' differs from .* formatters=None"),
+            ({"external_transition": echo}, "external_transition='.*echo' differs"),
         ],
     )
     def test_another_run_is_refused(self, path: Path, settings: dict[str, Any], name: str) -> None:
         with pytest.raises(ValueError, match=name):
             self.resume(make_module(MAGRPO, **settings), path)
+
+    def test_functions_of_a_script_are_the_same_when_it_is_imported(self) -> None:
+        check_settings({"f": "__main__.reward", "g": ["a.b"]}, {"f": "scripts.train.reward", "g": ["a.b"]})
+        check_settings({"f": ["a.ask", "b.ask"]}, {"f": ["__main__.ask", "b.ask"]})
+        for saved, current in (("__main__.reward", "train.other"), ("a.reward", "b.reward"), ("a.ask", ["a.ask"])):
+            with pytest.raises(ValueError, match=r"^f=.* differs"):
+                check_settings({"f": saved}, {"f": current})
+
+    def test_reference_adapters_come_back_though_their_folder_has_changed(self, tmp_path: Path) -> None:
+        model, folder = save_tiny(tmp_path / "model"), tmp_path / "agents"
+        base = SharedBase(model, num_agents=2, lora=LORA, dtype="float32")
+        trained_a_little(make_module(MAGRPO, base)).save_agents(folder)
+
+        def module() -> CooperativeModule:
+            return make_module(MAGRPO, replace(base, adapters=str(folder)), reference_kl_coef=0.1)
+
+        def references(one: CooperativeModule) -> dict[str, Tensor]:
+            return {name: value for name, value in one.team.named_parameters() if "_reference" in name}
+
+        first = module()
+        fit(first, ITEMS[:1], 1).save_checkpoint(tmp_path / "run.ckpt")
+        trained_a_little(first, seed=5).save_agents(folder)
+        again = module()
+        self.resume(again, tmp_path / "run.ckpt")
+        assert references(again)
+        for name, value in references(again).items():
+            torch.testing.assert_close(value, references(first)[name], rtol=0, atol=0)
 
     def test_another_algorithm_is_refused(self, path: Path) -> None:
         with pytest.raises(ValueError, match="algorithm='MARLOO' differs from the checkpoint's algorithm='MAGRPO'"):
