@@ -41,7 +41,7 @@ def noisy_reward(*completions: list[str]) -> list[float]:
 
 
 class Failing:
-    """The same reward, which once raises in place of its n-th call, from 1."""
+    """The same reward, which once raises in place of its n-th call, from 1; never with 0."""
 
     def __init__(self, call: int) -> None:
         self.calls_left = call
@@ -260,7 +260,7 @@ def test_a_collection_that_fails_loses_nothing(
         failed.fit(callbacks=(OnExceptionCheckpoint(tmp_path),))
     assert len(failed.seen.phases) == start
     scramble(call)
-    resumed = Run(name, tmp_path).fit(tmp_path / "on_exception.ckpt")
+    resumed = Run(name, tmp_path, reward_func=Failing(0)).fit(tmp_path / "on_exception.ckpt")
     assert_same_end(resumed, unbroken(name), start)
 
 

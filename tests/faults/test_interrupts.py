@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -139,19 +140,20 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     return weights_in(folder / "batch-000012.ckpt")
 
 
-def end_of(folder: Path, checkpoint: Path) -> dict[str, Tensor]:
+def end_of(folder: Path, checkpoint: Path, reward: Callable[..., list[float]]) -> dict[str, Tensor]:
     """The weights at the end of the run that goes on from a checkpoint."""
-    train([every_step(folder)], ckpt_path=checkpoint)
+    train([every_step(folder)], new_module(reward_func=reward), ckpt_path=checkpoint)
     return weights_in(folder / "batch-000012.ckpt")
 
 
 @faults(*CASES)
 def test_six_cases(fault: Interrupt, unbroken: dict[str, Tensor], tmp_path: Path) -> None:
     saved, log = tmp_path / "saved", tmp_path / "log"
-    process = start(interrupted, Armed(fault.signal, fault.place), saved, log=log)
+    armed = Armed(fault.signal, fault.place)
+    process = start(interrupted, armed, saved, log=log)
     assert exit_code(process) == fault.code, log.read_text()
     assert tuple(sorted(path.name for path in saved.glob("*.ckpt"))) == fault.files
     report = json.loads((saved / "report.json").read_text())
     assert report["after"] == report["before"]
-    ended = end_of(tmp_path / "end", saved / "on_exception.ckpt")
+    ended = end_of(tmp_path / "end", saved / "on_exception.ckpt", armed.reward)
     torch.testing.assert_close(ended, unbroken, rtol=0, atol=0)
