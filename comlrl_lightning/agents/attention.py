@@ -6,10 +6,14 @@ sequences. Everything else goes on to transformers' own function for torch's att
 
 from __future__ import annotations
 
+import inspect
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -23,8 +27,23 @@ MAX_SCORES = 512**2
 
 def use_quick_attention(model: PreTrainedModel) -> None:
     """Let a model that attends by torch's fused function use `attend`, which calls it where it is the better one."""
-    if model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
+    is_fused = model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
+    if is_fused and not _asks_for_its_name(model):
         model.set_attn_implementation(NAME)
+
+
+def _asks_for_its_name(model: nn.Module) -> bool:
+    """Whether the code of a model treats torch's function by name, as for masks that only this function needs."""
+    names = {type(module).__module__ for module in model.modules()}
+    return any(_names_it(name) for name in names if name.partition(".")[0] not in ("torch", "peft"))
+
+
+def _names_it(module: str) -> bool:
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError):  # there is no source to read, as in a notebook
+        return True
+    return '"sdpa"' in source or "'sdpa'" in source
 
 
 def attend(
@@ -61,43 +80,59 @@ def attend(
             # With a mask, even one that hides nothing, transformers does not repeat the keys of a group for its heads.
             attention_mask = torch.ones(1, dtype=torch.bool).expand(len(query), 1, 1, keys)
         causal = bool(vars(module).get("is_causal", True)) if is_causal is None else is_causal
-        understood = attention_mask is not None or (queries == keys and causal)
+        understood = (queries == keys and causal) if attention_mask is None else attention_mask.shape[1] == 1
         plain = not dropout and more.get("position_bias") is None and more.get("softcap") is None
         if queries > 1 and queries * keys <= MAX_SCORES and understood and plain:
-            return _attend_by_products(query, key, value, _bias(attention_mask, queries, query), scaling), None
+            scale = query.shape[3] ** -0.5 if scaling is None else scaling
+            return _ByProducts.apply(query, key, value, _bias(attention_mask, queries), scale), None  # type: ignore[no-untyped-call]
     found, _ = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **more
     )
     return found, None
 
 
-def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float | None) -> Tensor:
-    """`[B, Q, heads, D]` by two products of matrices, a group's heads together; arguments as for `attend`."""
-    batch, heads, queries, width = query.shape
-    groups, keys = key.shape[1:3]
-    scores = torch.baddbmm(
-        bias.expand(batch, groups, heads // groups, queries, keys).reshape(batch * groups, -1, keys),
-        query.reshape(batch * groups, -1, width),
-        key.reshape(batch * groups, keys, width).mT,
-        alpha=width**-0.5 if scaling is None else scaling,
-    )
-    found = torch.bmm(scores.softmax(-1), value.reshape(batch * groups, keys, -1))
-    return found.view(batch, heads, queries, -1).transpose(1, 2).contiguous()
+class _ByProducts(Function):
+    """Attention by products of matrices, a group's heads together; scores in float32, as torch's own has them."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+        """`[B, Q, heads, D]`; arguments as for `attend`, `[B or 1, 1, Q, S]` what is added to the scores."""
+        (batch, heads, queries, width), (groups, keys) = query.shape, key.shape[1:3]
+        ctx.scale, ctx.shapes = scale, (query.shape, key.shape, value.shape)
+        query = query.reshape(batch * groups, -1, width)
+        key, value = key.reshape(batch * groups, keys, width), value.reshape(batch * groups, keys, -1)
+        bias = bias.unsqueeze(2).expand(batch, groups, heads // groups, queries, keys).reshape(batch * groups, -1, keys)
+        weights = torch.baddbmm(bias, query.float(), key.float().mT, alpha=scale).softmax(-1).to(value.dtype)
+        found = torch.bmm(weights, value)
+        ctx.save_for_backward(query, key, value, weights)
+        return found.view(batch, heads, queries, -1).transpose(1, 2).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, weights = ctx.saved_tensors
+        gradient = gradient.transpose(1, 2).reshape(*query.shape[:2], -1)
+        slopes = torch.bmm(gradient, value.mT).float()
+        slopes -= torch.linalg.vecdot(slopes, weights.float()).unsqueeze(-1)
+        of_scores = slopes.mul_(weights).mul_(ctx.scale).to(query.dtype)
+        found = torch.bmm(of_scores, key), torch.bmm(of_scores.mT, query), torch.bmm(weights.mT, gradient)
+        of_query, of_key, of_value = (one.view(shape) for one, shape in zip(found, ctx.shapes, strict=True))
+        return of_query, of_key, of_value, None, None
 
 
-def _bias(mask: Tensor | None, length: int, like: Tensor) -> Tensor:
-    """`[B or 1, 1, 1, Q, S]` what is added to the scores, finite also where a query sees nothing.
+def _bias(mask: Tensor | None, length: int) -> Tensor:
+    """`[B or 1, 1, Q, S]` what is added to the scores, finite also where a query sees nothing.
 
     Args:
         mask: As for `attend`.
         length: Q, and S too if there is no mask.
-        like: Of the wanted dtype.
     """
     if mask is None:
-        mask = like.new_ones(1, 1, length, length, dtype=torch.bool).tril()
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+    lowest = torch.finfo(torch.float32).min / 2
     if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=like.dtype).masked_fill(~mask, torch.finfo(like.dtype).min / 2)
-    return mask.to(like.dtype).unsqueeze(2)
+        return torch.zeros(mask.shape).masked_fill_(~mask, lowest)
+    return mask.float().clamp(min=lowest)
 
 
 # Here, and not when a model first uses it: a process that was sent such a model has only imported this.

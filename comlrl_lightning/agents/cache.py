@@ -62,13 +62,29 @@ def new_cache(config: Any) -> DynamicCache:
 def sees_everything(config: Any) -> bool:
     """Whether all layers of a model with this configuration see all tokens read so far, wherever they stand."""
     layers = DynamicCache(config=config).layers
+    everything = bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
     # Slopes of attention (alibi) count the real tokens of a mask.
-    return bool(layers) and all(type(layer) is DynamicLayer for layer in layers) and not vars(config).get("alibi")
+    return everything and not vars(config).get("alibi") and not counts_columns(config)
+
+
+def counts_columns(config: Any) -> bool:
+    """Whether padding between two tokens parts them, as in GPT-Neo's windows, which no layer of a cache tells of."""
+    return "local" in (vars(config).get("attention_layers") or ())
 
 
 def rotation_is_fixed(config: Any) -> bool:
     """Whether the keys of a token do not depend on how long its text has become since."""
-    rotary: dict[str, Any] = vars(config.get_text_config(decoder=True)).get("rope_parameters") or {}
-    # Some have one kind of rotation, some one for each kind of layer.
-    kinds = [str(part.get("rope_type")) for part in (rotary, *rotary.values()) if isinstance(part, dict)]
+    kinds = [str(rotation.get("rope_type")) for rotation in _rotations(config)]
     return not any("dynamic" in kind or kind == "longrope" for kind in kinds)
+
+
+def fixed_rotations(config: Any) -> int | None:
+    """Longest text whose rotations are those of all shorter ones, where a model has others for longer ones."""
+    long = [rotation for rotation in _rotations(config) if rotation.get("rope_type") == "longrope"]
+    return min((int(rotation["original_max_position_embeddings"]) for rotation in long), default=None)
+
+
+def _rotations(config: Any) -> list[dict[str, Any]]:
+    """Settings of the rotary embeddings: some models have one, some one for each kind of layer."""
+    rotary: dict[str, Any] = vars(config.get_text_config(decoder=True)).get("rope_parameters") or {}
+    return [part for part in (rotary, *rotary.values()) if isinstance(part, dict)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from comlrl_lightning.agents.cache import RoomyLayer, rotation_is_fixed
+from comlrl_lightning.agents.cache import RoomyLayer, counts_columns, rotation_is_fixed
 from comlrl_lightning.agents.language_model import LanguageModel
 
 
@@ -136,6 +136,7 @@ def is_plain(model: LanguageModel, cache: DynamicCache) -> bool:
     return (
         model.takes_positions
         and all(type(layer) is RoomyLayer and layer.get_seq_length() > 0 for layer in cache.layers)
+        and not counts_columns(model.causal.config)
         and rotation_is_fixed(model.causal.config)
     )
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import FalconConfig, FalconForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from comlrl_lightning.agents import attention
-from comlrl_lightning.agents.attention import NAME, attend
+from comlrl_lightning.agents.attention import NAME, attend, use_quick_attention
 from tests.agents.helpers import model_of, shared_team, written
 from tests.tiny_lm import tiny_llama
 
@@ -85,6 +87,25 @@ def test_is_at_least_as_exact_as_the_fused_one() -> None:
     assert errors[0] < 2 * errors[1]
 
 
+def test_large_scores_keep_their_differences() -> None:
+    # Around 2000, numbers in bfloat16 are 8 apart; those of a softmax must not be.
+    query, key, value = (tensor.detach() for tensor in states(16, 16))
+    key = (key + 600).to(torch.bfloat16)
+    found, _ = attend(Layer(), query, key, value, None, scaling=1.0)
+    exact, _ = attend(Layer(), query.float(), key.float(), value.float(), None, scaling=1.0)
+    torch.testing.assert_close(found.float(), exact, rtol=0.02, atol=0.02)
+
+
+def test_a_query_that_sees_nothing_stays_finite() -> None:
+    seen = masks(5, 5)["padded"]
+    assert seen is not None
+    mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf).to(torch.bfloat16)
+    tensors = states(5, 5)
+    found, _ = attend(Layer(), *tensors, mask)
+    gradients = torch.autograd.grad(found.float().sum(), tensors)
+    assert all(bool(part.isfinite().all()) for part in (found, *gradients))
+
+
 @pytest.mark.parametrize(
     ("tensors", "mask", "settings"),
     [
@@ -94,8 +115,9 @@ def test_is_at_least_as_exact_as_the_fused_one() -> None:
         (states(3, 5), None, {}),
         (states(5, 5), None, {"dropout": 0.5}),
         (states(600, 600), None, {}),
+        (states(5, 5), torch.ones(2, 6, 5, 5, dtype=torch.bool), {}),
     ],
-    ids=["single precision", "one token", "not causal", "no mask for other keys", "dropout", "long"],
+    ids=["single precision", "one token", "not causal", "no mask for other keys", "dropout", "long", "mask per head"],
 )
 def test_all_else_is_left_to_torch(
     tensors: tuple[Tensor, Tensor, Tensor],
@@ -106,7 +128,7 @@ def test_all_else_is_left_to_torch(
     def refuse(*_: Any) -> None:
         raise AssertionError("not by products")
 
-    monkeypatch.setattr(attention, "_attend_by_products", refuse)
+    monkeypatch.setattr(attention._ByProducts, "apply", refuse)
     attend(Layer(), *tensors, mask, **settings)
     with pytest.raises(AssertionError, match="not by products"):
         attend(Layer(), *states(5, 5), None)
@@ -125,6 +147,19 @@ class TestModels:
         model = tiny_llama()
         model.set_attn_implementation("eager")
         assert model_of(shared_team(model)).causal.config._attn_implementation == "eager"
+
+    def test_a_model_whose_code_asks_for_the_name_keeps_it(self) -> None:
+        # Falcon's masks depend on it; with another name, some models lose their causality.
+        model = FalconForCausalLM(FalconConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
+        use_quick_attention(model)
+        assert model.config._attn_implementation == "sdpa"
+
+    def test_a_model_without_source_keeps_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "notebook", ModuleType("notebook"))
+        model = tiny_llama()
+        model.lm_head.__class__ = type("Head", (nn.Linear,), {"__module__": "notebook"})
+        use_quick_attention(model)
+        assert model.config._attn_implementation == "sdpa"
 
     def test_a_model_sent_to_another_process_works_there(self, tmp_path: Any) -> None:
         torch.save(model_of(shared_team()).causal, tmp_path / "model.pt")

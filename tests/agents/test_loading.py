@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    BartConfig,
-    BartForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     PreTrainedModel,
@@ -335,13 +333,6 @@ def test_dropout_in_the_configuration_is_off() -> None:
 def scores_of(team: AgentTeam, agents: list[int]) -> Tensor:
     with torch.no_grad():
         return team.log_probs(written(0, agents), temperature=1.0).log_probs
-
-
-def test_a_model_that_counts_padding_as_positions_is_refused() -> None:
-    sizes = {"vocab_size": 259, "d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4}
-    model = BartForCausalLM(BartConfig(**sizes, decoder_ffn_dim=32, is_decoder=True, is_encoder_decoder=False))
-    with pytest.raises(ValueError, match=r"BartForCausalLM takes no position_ids and .* Use a model that takes"):
-        AgentTeam.build(SharedBase(model, 1, tokenizer=tiny_tokenizer()))
 
 
 def test_saved_agents_come_without_a_blank_model_card(tmp_path: Path) -> None:
