@@ -27,9 +27,9 @@ class CompletionsTable(Callback):
     """Write the joint completions of every evaluation: to JSON lines, to Weights & Biases, and a few on screen.
 
     A line of the file (and a row of the W&B table ``eval/completions``) is one item at one turn: `env_step`, `index` of
-    the item, `turn`, `prompts` and `completions` per agent, `reward`. An evaluation by the trainer after its fit takes
-    the place of the lines with the same `env_step`; a trainer that never fitted writes ``completions-validate.jsonl``
-    (or ``-test``) instead. A `fast_dev_run` writes nothing.
+    the item, `turn`, `prompts` and `completions` per agent, `reward`; a line of the file also has the number of batches
+    trained before, as `batch`. An evaluation by the trainer after its fit takes the place of the lines that were written
+    after the same batch; a trainer that never fitted writes ``completions-validate.jsonl`` (or ``-test``) instead. A `fast_dev_run` writes nothing.
 
     Args:
         path: The JSON-lines file; None takes ``completions.jsonl`` in the folder of the run.
@@ -93,9 +93,9 @@ class CompletionsTable(Callback):
 
     def _record(self, trainer: Trainer, env_step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         if has_fitted(trainer):
-            self._history.add(env_step, rows, again=trainer.state.fn != "fit")
+            self._history.add(trainer, env_step, rows, again=trainer.state.fn != "fit")
         else:
-            self._history.replace(env_step, rows)
+            self._history.replace(trainer, env_step, rows)
 
 
 def completion_rows(rollouts: Rollouts) -> list[dict[str, Any]]:

@@ -9,12 +9,14 @@ from typing import Any
 
 from lightning import Trainer
 
-from comlrl_lightning.callbacks.support import write_whole
+from comlrl_lightning.callbacks.support import batches_trained, write_whole
 from comlrl_lightning.rollouts.types import RolloutSource
 
 
 class History:
-    """One JSON object per line, each with its `env_step`. Use it on rank zero only.
+    """One JSON object per line, each with its `env_step` and its `batch`, those trained before it was measured.
+
+    Steps that learn from what was scored before do not move `env_step`. Use it on rank zero only.
 
     Args:
         path: The file.
@@ -22,38 +24,53 @@ class History:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._resumed_at: int | None = None
+        self._resumed_at: tuple[int, int] | None = None
 
     def begin(self, trainer: Trainer, source: RolloutSource) -> None:
         """Drop what an earlier run wrote, or what was written after the checkpoint that this run resumes."""
-        self._resumed_at = source.env_step
-        is_new = source.env_step == 0 and trainer.ckpt_path is None
-        self._keep(lambda env_step: not is_new and env_step <= source.env_step)
+        self._resumed_at = now = source.env_step, batches_trained(trainer)
+        if trainer.ckpt_path is not None:
+            self._keep(lambda place: place <= now)
+        elif source.env_step == 0:
+            self._keep(lambda place: False)
+        else:
+            self._keep(
+                lambda place: place[0] <= source.env_step
+            )  # another fit of the module, which counts batches anew
 
-    def add(self, env_step: int, rows: Iterable[Mapping[str, Any]], again: bool = False) -> None:
+    def add(self, trainer: Trainer, env_step: int, rows: Iterable[Mapping[str, Any]], again: bool = False) -> None:
         """Append rows; an evaluation that a resumed run repeats takes the place of the first.
 
         Args:
+            trainer: Knows the batch.
             env_step: When the rows were measured.
             rows: The rows.
-            again: Whether they take the place of others at this `env_step` in any case.
+            again: Whether they take the place of others of the same `env_step` and batch in any case.
         """
-        if again or env_step == self._resumed_at:
-            self._keep(lambda other: other != env_step)
+        now = env_step, batches_trained(trainer)
+        if again or now == self._resumed_at:
+            self._keep(lambda place: place != now)
         self._resumed_at = None
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"env_step": env_step, **row}, ensure_ascii=False) + "\n" for row in rows)
+            for row in rows:
+                line = {"env_step": env_step, "batch": now[1], **row}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-    def replace(self, env_step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+    def replace(self, trainer: Trainer, env_step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Make these rows all there is."""
-        self._keep(lambda other: False)
-        self.add(env_step, rows)
+        self._keep(lambda place: False)
+        self.add(trainer, env_step, rows)
 
-    def _keep(self, wanted: Callable[[int], bool]) -> None:
+    def _keep(self, wanted: Callable[[tuple[int, int]], bool]) -> None:
         if not self._path.exists():
             return
         # Only "\n" ends a line: texts hold other line breaks. A line without its end was cut off by a kill.
         *lines, _ = self._path.read_text(encoding="utf-8").split("\n")
-        kept = [line + "\n" for line in lines if wanted(json.loads(line)["env_step"])]
+        places = (json.loads(line) for line in lines)
+        kept = [
+            line + "\n"
+            for line, place in zip(lines, places, strict=True)
+            if wanted((place["env_step"], place.get("batch", 0)))
+        ]
         write_whole(self._path, lambda path: path.write_text("".join(kept), encoding="utf-8"))

@@ -26,9 +26,10 @@ class JSONExport(Callback):
     """Write each evaluation's metrics to a JSON file, and all of them to a history of JSON lines beside it.
 
     `path` holds the latest evaluation; the history has the same name with the suffix ``.jsonl`` and one line per
-    evaluation, `env_step` first. A resumed run continues the history where its checkpoint stands. An evaluation by the
-    trainer after its fit takes the place of the line with the same `env_step`. A trainer that never fitted writes no
-    history, and beside that of a fit its file is called ``eval-metrics-validate.json`` (or ``-test``).
+    evaluation, which begins with `env_step` and with the number of batches trained before. A resumed run continues the
+    history where its checkpoint stands. An evaluation by the trainer after its fit takes the place of a line that was
+    written after the same batch. A trainer that never fitted writes no history, and beside that of a fit its file is
+    called ``eval-metrics-validate.json`` (or ``-test``).
 
     Files appear whole, on rank zero, and never for sanity checks or a `fast_dev_run`; a metric that is not finite
     becomes null.
@@ -81,7 +82,7 @@ class JSONExport(Callback):
         write_whole(self._target(trainer), lambda path: path.write_text(text, encoding="utf-8"))
         if has_fitted(trainer):
             env_step = rollout_source(pl_module, self).env_step
-            self._history.add(env_step, [metrics], again=trainer.state.fn != "fit")
+            self._history.add(trainer, env_step, [metrics], again=trainer.state.fn != "fit")
 
     def _target(self, trainer: Trainer) -> Path:
         """The file of this evaluation, never the one that belongs to the fit of another trainer."""

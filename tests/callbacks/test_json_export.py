@@ -15,6 +15,7 @@ from comlrl_lightning.callbacks import (
     RewardCurve,
     SaveAgents,
 )
+from comlrl_lightning.data import TaskBatch
 from tests.callbacks.fakes import FakeModule, data, quiet_trainer
 
 KEY = "eval/turn_1/reward_mean"
@@ -111,6 +112,31 @@ def test_resumed_run_continues_the_history(tmp_path: Path, num_batches: int) -> 
     written = run()
     assert [step for step, _ in written] == [0, 6, 12]
     assert run(ckpt_path=tmp_path / f"batch-00000{num_batches}.ckpt") == written
+
+
+@pytest.mark.parametrize("num_batches", [2, 3, 4, 5])
+def test_evaluations_between_which_nothing_is_scored_all_stay(tmp_path: Path, num_batches: int) -> None:
+    # As when algorithms learn from what they compared before: env_step stands still from the third batch on.
+    class Learning(FakeModule):
+        def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
+            before = self.env_step
+            super().training_step(batch, batch_idx)
+            self.env_step = before if batch_idx > 1 else self.env_step
+
+    def run(ckpt_path: Path | None = None) -> list[tuple[int, int]]:
+        export, save = JSONExport(tmp_path / "metrics.json"), BatchCheckpoint(1, keep=None, dirpath=tmp_path)
+        trainer = quiet_trainer(tmp_path, EvalInterval(1), export, save, enable_checkpointing=True)
+        module = Learning()
+        trainer.fit(module, data(train=6), ckpt_path=ckpt_path)
+        for _ in range(2):
+            trainer.validate(module, data(train=6), verbose=False)
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        return [(row["env_step"], row["batch"]) for row in map(json.loads, lines)]
+
+    # Items 0 and 1 bring 4 and 2 scored joint completions; the last line is that after the fit.
+    written = [(0, 0), (4, 1), (6, 2), (6, 3), (6, 4), (6, 5), (6, 6)]
+    assert run() == written
+    assert run(tmp_path / f"batch-00000{num_batches}.ckpt") == written
 
 
 def test_line_cut_off_by_a_kill_is_dropped(tmp_path: Path) -> None:

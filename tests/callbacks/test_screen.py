@@ -45,6 +45,7 @@ def test_table_as_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ]
     assert rows[1] == {
         "env_step": 0,
+        "batch": 0,
         "index": 0,
         "turn": 2,
         "prompts": ["prompt 0", "prompt 1"],
