@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
@@ -24,6 +26,8 @@ def evaluate(
     seed: int | None = None,
 ) -> dict[str, float]:
     """Evaluate a team on the evaluation split, with the trainer and so the metric callbacks of its last fit.
+
+    Before any fit one device does it, or all processes that torchrun or SLURM has started.
 
     Args:
         module: The algorithm, before or after a fit.
@@ -73,7 +77,19 @@ def _trainer(module: CooperativeModule) -> Trainer:
                 "Trainer(limit_val_batches=0), which barebones=True implies, evaluates nothing. Leave it out."
             )
         return trainer
-    return Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    return Trainer(
+        devices="auto" if _is_launched() else 1,  # for several devices Lightning would run the script again
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _is_launched() -> bool:
+    """Whether several processes of a launcher run this script."""
+    launchers = TorchElasticEnvironment, SLURMEnvironment
+    return any(launcher.detect() and launcher().world_size() > 1 for launcher in launchers)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What `evaluate` refuses."""
+"""What `evaluate` refuses, and where and on what it runs."""
 
 from __future__ import annotations
 
@@ -43,3 +43,47 @@ def test_trainer_that_evaluates_nothing_is_named() -> None:
     make_trainer(limit_val_batches=0).fit(module, DATA)
     with pytest.raises(ValueError, match=r"Trainer\(limit_val_batches=0\), which barebones=True implies"):
         evaluate(module, DATA)
+
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "1",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+SLURM = {
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, 1),
+        ({**TORCHRUN, "WORLD_SIZE": "1"}, 1),
+        ({**TORCHRUN, "WORLD_SIZE": "2"}, 2),
+        ({**SLURM, "SLURM_NTASKS": "2"}, 2),
+        ({**SLURM, "SLURM_NTASKS": "2", "SLURM_JOB_NAME": "interactive"}, 1),
+    ],
+    ids=["script", "torchrun-1", "torchrun-2", "slurm-2", "slurm-interactive"],
+)
+def test_devices_before_a_fit(environment: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[int] = []
+
+    def validate(trainer: Trainer, *args: Any, **settings: Any) -> list[dict[str, float]]:
+        devices.append(trainer.num_devices)
+        return [{}]
+
+    for name in ("MPSAccelerator", "CUDAAccelerator"):
+        monkeypatch.setattr(f"lightning.pytorch.accelerators.{name}.is_available", lambda: False)
+    monkeypatch.setattr("lightning.pytorch.accelerators.CPUAccelerator.auto_device_count", lambda *_: 2)
+    monkeypatch.setattr(Trainer, "validate", validate)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    evaluate(make_module(MAGRPO), DATA)
+    assert devices == [expected]
