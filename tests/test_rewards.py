@@ -116,6 +116,21 @@ class TestWeightedRewards:
         reward([["t"], ["t"]], item=ITEM, prompts=("a", "b"), turn=1)
         assert reward.pop_parts() == {"short": -2.0, "topic": 1.0}
 
+    def test_parts_get_the_keywords_of_the_call(self) -> None:
+        calls: list[dict[str, Any]] = []
+
+        def part(*completions: Sequence[str], **keywords: Any) -> list[float]:
+            calls.append(keywords)
+            return [0.0] * len(completions[0])
+
+        inner = WeightedRewards({"part": part})
+        reward = RewardFunction(WeightedRewards({"part": part, "inner": inner}), 2)
+        reward(PAIR, item=ITEM, prompts=("a", "b"), turn=1)
+        reward(PAIR, item=ITEM, prompts=None, turn=2)  # as in trajectories, which share no prompts then
+        inner(*PAIR)
+        first = {"batch_items": [ITEM], "prompts": ["a", "b"], "turn": 1}
+        assert calls == [first] * 2 + [{"batch_items": [ITEM], "turn": 2}] * 2 + [{}]
+
     def test_other_rewards_have_no_parts(self) -> None:
         assert RewardFunction(short, 2).pop_parts() == {}
 
