@@ -268,7 +268,7 @@ class TestRewardModel:
         model, tokenizer = GPT2ForSequenceClassification(config).eval(), tiny_tokenizer(pad=None)
         model.save_pretrained(tmp_path)
         tokenizer.save_pretrained(tmp_path)
-        reward = RewardModel(str(tmp_path), "{completion_1} {completion_2}")
+        reward = RewardModel(model_name=str(tmp_path), template="{completion_1} {completion_2}")
         expected = by_hand(model, tokenizer, ["a xyz", "longer x", "b c d yy"])
         model_class, calls = GPT2ForSequenceClassification, []
         forward = model_class.forward
@@ -285,13 +285,14 @@ class TestRewardModel:
         reward_model().model.save_pretrained(tmp_path)
         tiny_tokenizer().save_pretrained(tmp_path)
         with pytest.raises(
-            ValueError, match=r"lacks the weights \['score.weight'\], which would be random. Give a trained"
+            ValueError,
+            match=r"model_name=.* lacks the weights \['score.weight'\], which would be random. Give",
         ):
             RewardModel(str(tmp_path), "{completion_1}")
 
     def test_a_head_with_several_scores_is_an_error(self) -> None:
         with pytest.raises(
-            ValueError, match=r"model=LlamaForSequenceClassification gives 3 scores. Give a reward model"
+            ValueError, match=r"model_name=LlamaForSequenceClassification gives 3 scores. Give a reward model"
         ):
             RewardModel(reward_model(num_labels=3), "{completion_1}", tiny_tokenizer())
 
@@ -309,7 +310,7 @@ class TestRewardModel:
 
     def test_a_loaded_model_needs_its_tokenizer(self) -> None:
         with pytest.raises(
-            ValueError, match=r"tokenizer=None, but model=Llama.* is a loaded model. Give its tokenizer"
+            ValueError, match=r"tokenizer=None, but model_name=Llama.* is a loaded model. Give its tokenizer"
         ):
             RewardModel(reward_model(), "{completion_1}")
 
