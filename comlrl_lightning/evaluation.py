@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
@@ -25,6 +27,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate a team on the evaluation split, with the trainer and so the metric callbacks of its last fit.
 
+    Before any fit one device does it, or all processes that torchrun or SLURM has started. `limit_val_batches` and
+    `fast_dev_run` of the trainer are for the evaluations inside its fit and cut nothing here.
+
     Args:
         module: The algorithm, before or after a fit.
         data: Holds the evaluation split.
@@ -36,20 +41,15 @@ def evaluate(
         Metric values by key, those of ``trainer.validate``; empty without an evaluation split.
 
     Raises:
-        ValueError: If an argument is of another kind, training runs, or the trainer of the fit evaluates nothing.
+        ValueError: If an argument is of another kind, training runs, or the trainer of the fit is a ``barebones`` one.
     """
     _check(data, callbacks, seed)
     if not data.has_eval:
         return {}
     with _settings(module, data, num_eval_samples, seed):
         trainer = _trainer(module)
-        present: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        extra = [callback for callback in callbacks or () if callback not in present]
-        present += extra
-        try:
+        with _unlimited(trainer), _called_back(trainer, callbacks or ()):
             results = trainer.validate(module, data, verbose=False)
-        finally:
-            present[:] = [callback for callback in present if callback not in extra]
     return {key: value for key, value in results[0].items() if key.startswith("eval/")}
 
 
@@ -68,12 +68,43 @@ def _trainer(module: CooperativeModule) -> Trainer:
     if trainer is not None:
         if trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING:
             raise ValueError("evaluate(...) cannot run inside a fit. Use the callback EvalInterval.")
-        if trainer.limit_val_batches == 0:
-            raise ValueError(
-                "Trainer(limit_val_batches=0), which barebones=True implies, evaluates nothing. Leave it out."
-            )
+        if trainer.barebones:
+            raise ValueError("Trainer(barebones=True) logs nothing that evaluate(...) could return. Leave it out.")
         return trainer
-    return Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    return Trainer(
+        devices="auto" if _is_launched() else 1,  # for several devices Lightning would run the script again
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _is_launched() -> bool:
+    """Whether several processes of a launcher run this script."""
+    launchers = TorchElasticEnvironment, SLURMEnvironment
+    return any(launcher.detect() and launcher().world_size() > 1 for launcher in launchers)
+
+
+@contextmanager
+def _unlimited(trainer: Trainer) -> Iterator[None]:
+    limit = trainer.limit_val_batches  # `fast_dev_run` and `overfit_batches` cut evaluations by it, too
+    trainer.limit_val_batches = 1.0
+    try:
+        yield
+    finally:
+        trainer.limit_val_batches = limit
+
+
+@contextmanager
+def _called_back(trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[None]:
+    present: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    extra = [callback for callback in callbacks if callback not in present]
+    present += extra
+    try:
+        yield
+    finally:
+        present[:] = [callback for callback in present if callback not in extra]
 
 
 @contextmanager

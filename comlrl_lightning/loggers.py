@@ -18,6 +18,8 @@ KEYS = ("project", "entity", "name", "run_name", "tags", "dir", "config_sections
 class TaskWandbLogger(WandbLogger):
     """A `WandbLogger` made from a dictionary, with every metric over `env_step`.
 
+    What is logged without a key `env_step`, as Lightning's `LearningRateMonitor` does, stands at the last one.
+
     Log in beforehand (``wandb login`` or the variable ``WANDB_API_KEY``); ``WANDB_MODE=offline`` works as well.
 
     Args:
@@ -60,13 +62,9 @@ class TaskWandbLogger(WandbLogger):
         run = super().experiment
         if is_new:
             run.define_metric("env_step")
+            # `step_sync` completes rows of other callbacks, whose steps are Lightning's count of batches.
             run.define_metric("*", step_metric="env_step", step_sync=True)
         return run
-
-    @override
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log `metrics` with `step` as their `env_step`."""
-        super().log_metrics(metrics if step is None else {**metrics, "env_step": step}, step)
 
 
 def wandb_logger(wandb_config: Mapping[str, Any] | None, offline: bool = False) -> WandbLogger | Literal[False]:

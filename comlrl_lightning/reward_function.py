@@ -175,7 +175,10 @@ class RewardFunction:
         func, num_agents = self._function.func, self._num_agents
         if several_turns:
             keywords = tuple(name for name in REWARD_KEYWORDS if name != "prompts")
-            UserFunction(func, "reward_func", num_agents, keywords, "completions and no prompts, as after turn 1")
+            passes = "completions and no prompts, as after turn 1"
+            UserFunction(func, "reward_func", num_agents, keywords, passes)
+            if isinstance(func, WeightedRewards):
+                func.check(num_agents, keywords, passes)
         processor = None if self._processor is None else self._processor.func
         return RewardFunction(func, num_agents, processor, per_agent=per_agent)
 

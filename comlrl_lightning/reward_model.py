@@ -20,11 +20,11 @@ class RewardModel:
     It is used as it is: nothing trains, saves or casts it, and a loaded model stays where it is.
 
     Args:
-        model: Name or folder of a model, or a loaded `PreTrainedModel`.
+        model_name: Name or folder of a model, or a loaded `PreTrainedModel`.
         template: What the model reads for one joint completion. In a text, ``{completion_1}`` is the first agent's
             completion and so on, every other field is one of the task item, as ``{prompt}``. Or a function that takes
             the task item and the `[N]` completions and returns a text or chat messages.
-        tokenizer: Name, folder or loaded tokenizer; None takes the one of `model`, if that is a name.
+        tokenizer: Name, folder or loaded tokenizer; None takes the one of `model_name`, if that is a name.
         batch_size: Joint completions that are scored at once; a loaded model whose configuration has no padding token
             scores one at a time.
         device: Where a model given by name runs; None is the CPU.
@@ -38,7 +38,7 @@ class RewardModel:
 
     def __init__(
         self,
-        model: str | Any,
+        model_name: str | Any,
         template: str | Callable[..., Any],
         tokenizer: str | Any | None = None,
         batch_size: int = 16,
@@ -51,17 +51,20 @@ class RewardModel:
                 raise ValueError(f"{argument}={value} is not positive. Give 1 or more.")
         self._fields = _template_fields(template)
         self._template = template
-        self._tokenizer = _tokenizer(model, tokenizer)
-        self._model = _load(model, model_kwargs or {}, self._tokenizer) if isinstance(model, str) else model
-        if not isinstance(model, str) and (device is not None or model_kwargs is not None):
+        self._tokenizer = _tokenizer(model_name, tokenizer)
+        self._model: Any = model_name
+        self._device = None
+        if isinstance(model_name, str):
+            self._model = _load(model_name, model_kwargs or {}, self._tokenizer)
+            self._device = device or "cpu"
+        elif device is not None or model_kwargs is not None:
             raise ValueError(
                 "device and model_kwargs are for a model given by name. Leave them out for a loaded model."
             )
         if (num_labels := self._model.config.num_labels) != 1:
             raise ValueError(
-                f"model={_name(model)} gives {num_labels} scores. Give a reward model, whose head has one."
+                f"model_name={_name(model_name)} gives {num_labels} scores. Give a reward model, whose head has one."
             )
-        self._device = (device or "cpu") if isinstance(model, str) else None
         self._batch_size = batch_size
         self._max_length = max_length
 
@@ -129,12 +132,12 @@ def _template_fields(template: Template) -> frozenset[str]:
     return frozenset(names)
 
 
-def _tokenizer(model: str | Any, tokenizer: str | Any | None) -> Any:
+def _tokenizer(model_name: str | Any, tokenizer: str | Any | None) -> Any:
     if tokenizer is not None and not isinstance(tokenizer, str):
         return tokenizer
-    name = model if tokenizer is None else tokenizer
+    name = model_name if tokenizer is None else tokenizer
     if not isinstance(name, str):
-        raise ValueError(f"tokenizer=None, but model={_name(model)} is a loaded model. Give its tokenizer.")
+        raise ValueError(f"tokenizer=None, but model_name={_name(model_name)} is a loaded model. Give its tokenizer.")
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(name)
@@ -147,7 +150,7 @@ def _load(name: str, model_kwargs: Mapping[str, Any], tokenizer: Any) -> Any:
     model, report = loaded
     if report["missing_keys"]:
         raise ValueError(
-            f"model={name} lacks the weights {sorted(report['missing_keys'])}, which would be random. "
+            f"model_name={name} lacks the weights {sorted(report['missing_keys'])}, which would be random. "
             "Give a trained reward model."
         )
     config = model.config.get_text_config()

@@ -171,32 +171,43 @@ class WeightedRewards:
         self._sums = dict.fromkeys(rewards, 0.0)
         self._count = 0
 
-    def check(self, num_agents: int) -> None:
+    def check(self, num_agents: int, keywords: Sequence[str] = REWARD_KEYWORDS, passes: str | None = None) -> None:
         """Read the signature of every part.
 
+        Args:
+            num_agents: N.
+            keywords: Reserved names that every call passes.
+            passes: What a call passes, in words; None: one list of completions per agent.
+
         Raises:
-            ValueError: If a part cannot be called with one list of completions per agent.
+            ValueError: If a part cannot be called so.
         """
+        passes = passes or _lists(num_agents)
         self._functions = {
-            name: UserFunction(func, f"rewards[{name!r}]", num_agents, REWARD_KEYWORDS, _lists(num_agents))
+            name: UserFunction(func, f"rewards[{name!r}]", num_agents, keywords, passes)
             for name, func in self.rewards.items()
         }
+        for func in self.rewards.values():
+            if isinstance(func, WeightedRewards):
+                func.check(num_agents, keywords, passes)
 
     def __call__(
         self,
         *completions: Sequence[str],
-        batch_items: Sequence[Mapping[str, Any]] = (),
-        prompts: Sequence[Any] = (),
-        turn: int = 1,
+        batch_items: Sequence[Mapping[str, Any]] | None = None,
+        prompts: Sequence[Any] | None = None,
+        turn: int | None = None,
     ) -> list[float]:
-        """`[J]` weighted sums of the parts' rewards."""
+        """`[J]` weighted sums of the parts' rewards; a part gets the keywords that this call got."""
         if not self._functions:
             self.check(len(completions))
+        given = {"batch_items": batch_items, "prompts": prompts, "turn": turn}
+        keywords = {name: value for name, value in given.items() if value is not None}
         place = Place(batch_items[0] if batch_items else {}, None, turn)
         num_joint = len(completions[0])
         totals, sums = [0.0] * num_joint, {}
         for name, function in self._functions.items():
-            values = function(place, *completions, batch_items=batch_items, prompts=prompts, turn=turn)
+            values = function(place, *completions, **keywords)
             rewards = finite_floats(values, num_joint, function.label, place)
             sums[name] = math.fsum(rewards)
             totals = [total + self.weights[name] * reward for total, reward in zip(totals, rewards, strict=True)]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from lightning import Trainer
+from safetensors.torch import load_file, save_file
 
 from comlrl_lightning import MAGRPO, TaskDataModule
 from comlrl_lightning.cli import cause_of, main
@@ -107,8 +108,6 @@ def test_flags_win_over_the_file(config: str, tmp_path: Path) -> None:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     files = sorted(folder.rglob("adapter_model.safetensors"))
     return {f"{file.parent.name} {name}": value for file in files for name, value in load_file(file).items()}
 
@@ -212,6 +211,19 @@ def test_untrained_agents_are_told_from_trained_ones(config: str, tmp_path: Path
             warnings.simplefilter("always")
             main(["validate", "--config", config, *trained])
         assert not [warning for warning in caught if "untrained" in str(warning.message)]
+
+
+def test_a_centralized_team_goes_on_from_what_it_saved(config: str, tmp_path: Path) -> None:
+    team = ["--model.collaboration", "centralized", "--trainer.limit_train_batches", "1"]
+    main(["fit", "--config", config, *team])
+    assert not (tmp_path / "agents" / "agent_1").exists()
+    file = tmp_path / "agents" / "agent_0" / "adapter_model.safetensors"
+    trained = {name: torch.full_like(weight, 0.25) for name, weight in load_file(file).items()}
+    save_file(trained, file)
+    # Without a learning rate the second run saves what it has loaded.
+    again = ["--model.agents.adapters", str(tmp_path / "agents"), "--model.agent_learning_rate", "0.0"]
+    main(["fit", "--config", config, *team, *again])
+    assert all(torch.equal(weight, trained[name]) for name, weight in load_file(file).items())
 
 
 def test_screen_has_no_hints_of_other_products(config: str, monkeypatch: pytest.MonkeyPatch) -> None:

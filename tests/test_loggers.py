@@ -36,8 +36,8 @@ def test_offline_run_from_the_dictionary(tmp_path: Path) -> None:
 
     run.log = keep
     try:
-        logger.log_metrics({"turn_1/reward_mean": 0.5}, step=16)
-        logger.log_metrics({"eval/turn_1/reward_mean": 0.25}, step=16)
+        logger.log_metrics({"turn_1/reward_mean": 0.5, "env_step": 16}, step=16)
+        logger.log_metrics({"eval/turn_1/reward_mean": 0.25, "env_step": 16}, step=16)
         assert (run.project, run.name, run.tags) == ("comlrl", "length-ratio-magrpo", ("length-ratio", "magrpo"))
         assert run.config["dataset"] == {"name": "length-ratio", "split_seed": 42}
     finally:

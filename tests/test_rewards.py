@@ -116,6 +116,21 @@ class TestWeightedRewards:
         reward([["t"], ["t"]], item=ITEM, prompts=("a", "b"), turn=1)
         assert reward.pop_parts() == {"short": -2.0, "topic": 1.0}
 
+    def test_parts_get_the_keywords_of_the_call(self) -> None:
+        calls: list[dict[str, Any]] = []
+
+        def part(*completions: Sequence[str], **keywords: Any) -> list[float]:
+            calls.append(keywords)
+            return [0.0] * len(completions[0])
+
+        inner = WeightedRewards({"part": part})
+        reward = RewardFunction(WeightedRewards({"part": part, "inner": inner}), 2)
+        reward(PAIR, item=ITEM, prompts=("a", "b"), turn=1)
+        reward(PAIR, item=ITEM, prompts=None, turn=2)  # as in trajectories, which share no prompts then
+        inner(*PAIR)
+        first = {"batch_items": [ITEM], "prompts": ["a", "b"], "turn": 1}
+        assert calls == [first] * 2 + [{"batch_items": [ITEM], "turn": 2}] * 2 + [{}]
+
     def test_other_rewards_have_no_parts(self) -> None:
         assert RewardFunction(short, 2).pop_parts() == {}
 
@@ -253,7 +268,7 @@ class TestRewardModel:
         model, tokenizer = GPT2ForSequenceClassification(config).eval(), tiny_tokenizer(pad=None)
         model.save_pretrained(tmp_path)
         tokenizer.save_pretrained(tmp_path)
-        reward = RewardModel(str(tmp_path), "{completion_1} {completion_2}")
+        reward = RewardModel(model_name=str(tmp_path), template="{completion_1} {completion_2}")
         expected = by_hand(model, tokenizer, ["a xyz", "longer x", "b c d yy"])
         model_class, calls = GPT2ForSequenceClassification, []
         forward = model_class.forward
@@ -270,13 +285,14 @@ class TestRewardModel:
         reward_model().model.save_pretrained(tmp_path)
         tiny_tokenizer().save_pretrained(tmp_path)
         with pytest.raises(
-            ValueError, match=r"lacks the weights \['score.weight'\], which would be random. Give a trained"
+            ValueError,
+            match=r"model_name=.* lacks the weights \['score.weight'\], which would be random. Give",
         ):
             RewardModel(str(tmp_path), "{completion_1}")
 
     def test_a_head_with_several_scores_is_an_error(self) -> None:
         with pytest.raises(
-            ValueError, match=r"model=LlamaForSequenceClassification gives 3 scores. Give a reward model"
+            ValueError, match=r"model_name=LlamaForSequenceClassification gives 3 scores. Give a reward model"
         ):
             RewardModel(reward_model(num_labels=3), "{completion_1}", tiny_tokenizer())
 
@@ -294,7 +310,7 @@ class TestRewardModel:
 
     def test_a_loaded_model_needs_its_tokenizer(self) -> None:
         with pytest.raises(
-            ValueError, match=r"tokenizer=None, but model=Llama.* is a loaded model. Give its tokenizer"
+            ValueError, match=r"tokenizer=None, but model_name=Llama.* is a loaded model. Give its tokenizer"
         ):
             RewardModel(reward_model(), "{completion_1}")
 

@@ -45,6 +45,7 @@ def located(model: Any) -> Any:
 
 
 def _load_shared(settings: SharedBase) -> LanguageModel:
+    settings = settings.of_size(settings.num_agents)
     model = located(settings.model)
     if adapter_config(model) is not None:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -220,15 +220,33 @@ class SharedBase(TeamSettings):
                 f"SharedBase(lora={self.lora!r}) is not a LoraSettings. Agents that share a base need adapters; "
                 "use Separate(models=[...]) for full fine-tuning."
             )
+        self._check_adapters()
+
+    def _check_adapters(self) -> None:
+        if self.adapters is None:
+            return
         if isinstance(self.adapters, str | Path):
-            object.__setattr__(self, "adapters", _agent_folders(self.adapters, self.num_agents))
-        if self.adapters is not None and not isinstance(self.adapters, list | tuple):
+            _agent_folders(self.adapters, 1)  # the first one is needed by any team, more are for `of_size` to find
+        elif not isinstance(self.adapters, list | tuple):
             raise ValueError(f"SharedBase(adapters={self.adapters!r}) is no list. Give folders, one per agent.")
-        if self.adapters is not None and len(self.adapters) != self.num_agents:
+        elif len(self.adapters) != self.num_agents:
             raise ValueError(
                 f"SharedBase(adapters=...) holds {len(self.adapters)} folders for num_agents={self.num_agents}. "
                 "Give one per agent."
             )
+
+    def of_size(self, num_models: int) -> SharedBase:
+        """The same for a team of so many language models, with a list of their adapter folders.
+
+        Args:
+            num_models: Language models of the team: one per agent, or a single one that answers for all.
+
+        Raises:
+            ValueError: If `adapters` is a folder that lacks one of theirs.
+        """
+        if isinstance(self.adapters, str | Path):
+            return replace(self, num_agents=num_models, adapters=_agent_folders(self.adapters, num_models))
+        return replace(self, num_agents=num_models, adapters=self.adapters and self.adapters[:num_models])
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from comlrl_lightning.agents.settings import Separate, SharedBase
@@ -64,14 +63,16 @@ def joint_format(collaboration: Any, agents: Any) -> JointFormat | None:
     return given
 
 
-def team_settings(agents: SharedBase | Separate, team_size: int) -> SharedBase | Separate:
+def team_settings(agents: SharedBase | Separate, joint_format: JointFormat | None) -> SharedBase | Separate:
     """The settings of the language models that answer: a single one where it answers for all.
 
     Args:
         agents: As the user wrote them, with one agent per answer.
-        team_size: Language models that answer.
+        joint_format: How one model answers for all; None where each agent answers by itself.
+
+    Raises:
+        ValueError: If a folder of adapters lacks that of a model.
     """
-    if team_size == agents.num_agents or isinstance(agents, Separate):
+    if isinstance(agents, Separate):
         return agents
-    adapters = None if agents.adapters is None else agents.adapters[:team_size]
-    return replace(agents, num_agents=team_size, adapters=adapters)
+    return agents.of_size(agents.num_agents if joint_format is None else 1)

@@ -176,10 +176,10 @@ class CooperativeModule(Evaluations):
         check_finite(early_termination_threshold=early_termination_threshold)
         check_whole(1, max_nodes=max_nodes)
         check_whole(0, seed=seed)
-        self.discount, self.max_nodes, self.seed = discount, max_nodes, seed
-        self.num_agents, self.num_turns = self.agents.num_agents, num_turns
-        self.interface = task_interface(given, self.num_agents)
-        self.team_size = 1 if self.interface.joint_format else self.num_agents
+        self.discount, self.max_nodes, self.seed, self.num_turns = discount, max_nodes, seed, num_turns
+        self.interface = task_interface(given, self.agents.num_agents)
+        self.team_settings = team_settings(self.agents, self.interface.joint_format)
+        self.num_agents, self.team_size = self.agents.num_agents, self.team_settings.num_agents
         self._set_up_optimizer(agent_learning_rate, optimizer, lr_scheduler)
         self._set_up_state()
 
@@ -238,7 +238,7 @@ class CooperativeModule(Evaluations):
     @override
     def load_models(self) -> None:
         with seeded(self.seed, torch.get_default_device()):
-            self.team = AgentTeam.build(team_settings(self.agents, self.team_size))
+            self.team = AgentTeam.build(self.team_settings)
             if self.uses_reference:
                 self.team.add_reference()
             self.build_learners()

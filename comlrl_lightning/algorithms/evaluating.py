@@ -38,6 +38,7 @@ class Evaluations(BufferedUpdates):
     eval_seed: int | None
     evaluation_metrics: MetricTable
     _evaluated: list[Rollouts]
+    _gathered: Rollouts | None = None
 
     @override
     def configure_model(self) -> None:
@@ -90,6 +91,7 @@ class Evaluations(BufferedUpdates):
     @override
     def on_validation_epoch_start(self) -> None:
         self._evaluated.clear()
+        self._gathered = None
         self.evaluation_metrics.pop()  # an evaluation that failed may have left something
         self.interface.reward.pop_parts()
 
@@ -97,6 +99,7 @@ class Evaluations(BufferedUpdates):
     def validation_step(self, batch: TaskBatch, batch_idx: int) -> None:
         rollouts = self._collect(batch, EVALUATE, self.eval_sampling, self._single_path)
         self._evaluated.append(rollouts)
+        self._gathered = None
         credited = assign_credit(rollouts, self.discount)
         record_nodes(self.evaluation_metrics, credited, self.interface.reward.pop_parts())
         record_final_rewards(self.evaluation_metrics, rollouts)
@@ -115,9 +118,14 @@ class Evaluations(BufferedUpdates):
             steps = {"env_step": float(self.env_step), "step": float(self.env_step)}
             self.log_dict({**metrics, **steps}, batch_size=1, sync_dist=True, reduce_fx="max")
 
+    @override
+    def on_validation_end(self) -> None:
+        self._gathered = None
+
     on_test_epoch_start = on_validation_epoch_start
     test_step = validation_step
     on_test_epoch_end = on_validation_epoch_end
+    on_test_end = on_validation_end
 
     @property
     def _single_path(self) -> RolloutShape:
@@ -125,8 +133,13 @@ class Evaluations(BufferedUpdates):
         return replace(self.shape, num_generations=1, joint_mode="aligned")
 
     def evaluation_rollouts(self) -> Rollouts:
-        """Everything that the running evaluation has sampled, from all ranks in item order. Call it on every rank."""
-        return merge_rollouts(gather_objects(self._evaluated))
+        """Everything that the running evaluation has sampled, from all ranks in item order. Call it on every rank.
+
+        It is gathered once, however many callbacks ask.
+        """
+        if self._gathered is None:
+            self._gathered = merge_rollouts(gather_objects(self._evaluated))
+        return self._gathered
 
     @override
     def predict_step(self, batch: TaskBatch, batch_idx: int) -> list[dict[str, Any]]:

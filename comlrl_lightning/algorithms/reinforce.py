@@ -39,8 +39,9 @@ class GroupRelativeModule(CooperativeModule):
 class MAGRPO(GroupRelativeModule):
     """Multi-Agent GRPO: returns minus the mean of their group.
 
-    The group-relative advantage of GRPO (https://arxiv.org/abs/2402.03300) for a team: the group holds joint
-    completions, every agent is credited with the joint return.
+    From "LLM Collaboration with Multi-Agent Reinforcement Learning" (Liu, Liang, Lyu, Amato, 2025,
+    https://arxiv.org/abs/2508.04652): the group-relative advantage of GRPO (https://arxiv.org/abs/2402.03300) for a
+    team, whose group holds joint completions and where every agent is credited with the joint return.
     """
 
     algorithm = "MAGRPO"

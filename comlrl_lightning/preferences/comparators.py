@@ -181,6 +181,8 @@ class FixedModel(Comparator):
                 f"FixedModel(generation={self.generation!r}) has one model write all answers, but agents= describes "
                 f"{self.agents.num_agents} agents. Use SharedBase(model, num_agents=1)."
             )
+        if isinstance(self.agents, SharedBase):
+            self.agents = self.agents.of_size(self.agents.num_agents)
 
     def build(self) -> None:
         """Load the models once, frozen."""

@@ -134,8 +134,17 @@ def test_separate_takes_lora_settings_only() -> None:
         Separate(["a"], lora={"rank": 4})  # type: ignore[arg-type]
 
 
-def test_one_folder_of_adapters_holds_one_per_agent(tmp_path: Path) -> None:
+def test_one_folder_of_adapters_holds_one_per_model(tmp_path: Path) -> None:
     folders = [str(tmp_path / f"agent_{agent}") for agent in range(2)]
-    for folder in folders:
-        Path(folder).mkdir()
-    assert SharedBase("name", 2, adapters=str(tmp_path)).adapters == folders
+    Path(folders[0]).mkdir()
+    settings = SharedBase("name", 2, adapters=str(tmp_path))
+    assert settings.of_size(1) == SharedBase("name", 1, adapters=folders[:1])
+    with pytest.raises(ValueError, match=r"SharedBase\(adapters='.*'\) holds no folder 'agent_1'. Give the folder"):
+        settings.of_size(2)
+    Path(folders[1]).mkdir()
+    assert settings.of_size(2) == SharedBase("name", 2, adapters=folders)
+
+
+def test_a_list_of_adapters_is_cut_to_the_models() -> None:
+    assert SharedBase("name", 2, adapters=["a", "b"]).of_size(1) == SharedBase("name", 1, adapters=["a"])
+    assert SharedBase("name", 2).of_size(1) == SharedBase("name", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,11 @@ def own_rewards(scale: float) -> Any:
         return [[scale * one, other] for one, other in zip(uneven_reward(first), uneven_reward(second), strict=True)]
 
     return reward
+
+
+def needs_prompts(first: list[str], second: list[str], prompts: list[str]) -> list[float]:
+    """A reward that reads both prompts."""
+    return [float(len(prompts))] * len(first)
 
 
 class TestWhoMoves:
@@ -208,12 +214,20 @@ class TestSettings:
         with pytest.raises(ValueError, match=message):
             make_module(algorithm, UNLOADED, **settings)
 
-    def test_a_reward_that_needs_prompts_has_none_after_the_first_turn(self) -> None:
-        def reward(first: list[str], second: list[str], prompts: list[str]) -> list[float]:
-            return [0.0] * len(first)
-
+    @pytest.mark.parametrize(
+        "reward",
+        [
+            needs_prompts,
+            WeightedRewards({"part": needs_prompts}),
+            WeightedRewards({"sum": WeightedRewards({"part": needs_prompts})}),
+        ],
+        ids=["bare", "part", "part of a part"],
+    )
+    def test_a_reward_that_needs_prompts_has_none_after_the_first_turn(self, reward: Callable[..., Any]) -> None:
         assert make_module(IAC, UNLOADED, reward_func=reward)
-        with pytest.raises(ValueError, match=r"cannot be called with completions and no prompts, as after turn 1"):
+        with pytest.raises(
+            ValueError, match=r"needs_prompts cannot be called with completions and no prompts, as after turn 1"
+        ):
             make_module(IAC, UNLOADED, reward_func=reward, num_turns=2)
 
     def test_learning_rates(self) -> None:

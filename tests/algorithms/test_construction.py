@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,23 @@ def lone_argument(first: list[str]) -> list[float]:
 def test_a_wrong_argument_is_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         construct(**settings)
+
+
+class TestAdapterFolders:
+    @pytest.fixture
+    def agents(self, tmp_path: Path) -> SharedBase:
+        """Two agents with the adapters that a centralized team saves: one."""
+        (tmp_path / "agent_0").mkdir()
+        return SharedBase("not/loaded", num_agents=2, adapters=str(tmp_path))
+
+    def test_a_missing_one_is_named_before_anything_loads(self, agents: SharedBase) -> None:
+        with pytest.raises(ValueError, match=r"SharedBase\(adapters='.*'\) holds no folder 'agent_1'. Give the folder"):
+            construct(agents=agents)
+
+    def test_one_model_that_answers_for_all_needs_one(self, agents: SharedBase, tmp_path: Path) -> None:
+        module = construct(agents=agents, collaboration="centralized")
+        assert module.team_settings == SharedBase("not/loaded", 1, adapters=[str(tmp_path / "agent_0")])
+        assert module.num_agents == 2
 
 
 class TestGroups:

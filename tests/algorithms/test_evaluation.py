@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.algorithms import MAGRPO, POLICY_GRADIENT_ALGORITHMS, CooperativeModule
@@ -13,6 +16,7 @@ from comlrl_lightning.callbacks import EvalInterval
 from comlrl_lightning.data import TaskDataModule
 from comlrl_lightning.evaluation import evaluate
 from comlrl_lightning.rewards import RewardProcessors
+from comlrl_lightning.rollouts.types import Rollouts
 from tests.algorithms.support import ITEMS, Collected, make_module, make_trainer, uneven_reward, weights
 
 
@@ -86,6 +90,44 @@ class TestNothingMoves:
 
     def test_without_a_split_there_is_nothing(self) -> None:
         assert evaluate(make_module(MAGRPO), TaskDataModule(ITEMS)) == {}
+
+
+class Asks(Callback):
+    """Asks for everything that was sampled, whenever it is called."""
+
+    def __init__(self) -> None:
+        self.answers: list[Rollouts] = []
+
+    def _ask(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        assert isinstance(pl_module, CooperativeModule)
+        self.answers.append(pl_module.evaluation_rollouts())
+
+    on_validation_batch_end = on_test_batch_end = _ask  # type: ignore[assignment]
+    on_validation_epoch_end = on_validation_end = on_test_epoch_end = on_test_end = _ask
+
+
+@pytest.mark.parametrize("evaluated", [Trainer.validate, Trainer.test])
+def test_an_evaluation_is_gathered_once_for_all_callbacks(
+    evaluated: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered = Counter[int]()
+
+    def gather(values: list[Rollouts]) -> list[Rollouts]:
+        gathered[len(values)] += 1
+        return list(values)
+
+    monkeypatch.setattr("comlrl_lightning.algorithms.evaluating.gather_objects", gather)
+    module, data = make_module(MAGRPO), TaskDataModule(ITEMS, eval_dataset=ITEMS[:2], eval_batch_size=1)
+    first, second = Asks(), Asks()
+    trainer = make_trainer([first, second])
+    for run in (1, 2):
+        evaluated(trainer, module, data, verbose=False)
+        # After the first batch, and after the second and at the ends: 1 item, then 2 items.
+        assert gathered == {1: run, 2: run}
+    assert [len(answer.items) for answer in first.answers] == [1, 2, 2, 2] * 2
+    assert all(one is other for one, other in zip(first.answers, second.answers, strict=True))
+    module.evaluation_rollouts()
+    assert gathered[2] == 3  # nothing was kept
 
 
 def noisy(*completions: list[str]) -> list[float]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import wandb
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import DeviceStatsMonitor, LearningRateMonitor
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2
 
 from comlrl_lightning import wandb_logger
 from comlrl_lightning.algorithms import MAGRPO
@@ -114,6 +119,43 @@ def test_tensorboard(tmp_path: Path) -> None:
     events.Reload()
     assert [event.step for event in events.Scalars("turn_1/reward_mean")] == [2, 4]
     assert [event.step for event in events.Scalars("eval/turn_1/reward_mean")] == [0, 2]
+
+
+@pytest.mark.parametrize("monitor", [LearningRateMonitor(), DeviceStatsMonitor(cpu_stats=True)], ids=["rate", "device"])
+def test_wandb_puts_everything_at_env_step(monitor: Callback, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = wandb_logger({"project": "test", "name": "run", "dir": str(tmp_path)}, offline=True)
+    assert logger
+    trainer = make_trainer([EvalInterval(1), monitor], logger=logger, log_every_n_steps=1)
+    trainer.fit(make_module(MAGRPO), TaskDataModule(ITEMS[:3], ITEMS[:1]))
+    logger.experiment.finish()
+    wandb.teardown()  # the file is written by a process of wandb's own, whose end this waits for
+    (file,) = tmp_path.rglob("*.wandb")
+    rows = wandb_rows(file)
+    # Two joint completions an item: each evaluation stands where the item before ended.
+    assert [row["env_step"] for row in rows if "turn_1/reward_mean" in row] == [2, 4, 6]
+    assert [row["env_step"] for row in rows if "eval/turn_1/reward_mean" in row] == [0, 2, 4]
+    steps = [row["env_step"] for row in rows]
+    assert steps == sorted(steps)
+    others = [row["env_step"] for row in rows if not any("reward_mean" in key for key in row)]
+    assert set(others) >= {0, 2, 4}
+
+
+def wandb_rows(file: Path) -> list[dict[str, Any]]:
+    """The history of an offline run: records after a header of 7 bytes, in parts that no block of 32 KiB cuts."""
+    content, position, record, rows = file.read_bytes(), 7, b"", []
+    while position + 7 <= len(content):
+        if (left := 2**15 - position % 2**15) < 7:
+            position += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, position)
+        record += content[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # a whole record or the last part of one
+            history = wandb_internal_pb2.Record.FromString(record).history.item
+            rows += [{"/".join([*item.nested_key] or [item.key]): json.loads(item.value_json) for item in history}]
+            record = b""
+    return [row for row in rows if row]
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def trained_with(**flags: Any) -> None:
 def one_adapter_folder(folder: Path) -> None:
     """Adapters for two agents from a folder with those of one."""
     (folder / "agent_0").mkdir()
-    SharedBase("m", num_agents=2, adapters=str(folder))
+    make(agents=SharedBase("m", num_agents=2, adapters=str(folder)))
 
 
 AGENTS = (

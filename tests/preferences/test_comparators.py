@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -165,9 +166,12 @@ def test_a_fixed_model_may_sample_otherwise(folder: str) -> None:
     assert [completion.token_ids for completion in spoken] == [completion.token_ids for completion in expected]
 
 
-def test_fixed_models_must_fit_the_agents(folder: str) -> None:
+def test_fixed_models_must_fit_the_agents(folder: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"FixedModel\(agents=\.\.\.\) describes 3 agents, but 2 are trained"):
         FixedModel(SharedBase(folder, 3)).sampler(shared_team())
+    (tmp_path / "saved" / "agent_0").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"SharedBase\(adapters='.*'\) holds no folder 'agent_1'"):
+        FixedModel(SharedBase(folder, 2, adapters=str(tmp_path / "saved")))
     with pytest.raises(ValueError, match="one model write all answers, but agents= describes 2"):
         FixedModel(SharedBase(folder, 2), generation="centralized")
     with pytest.raises(ValueError, match="describes no models"):
