@@ -50,6 +50,10 @@ class PreferenceStats:
         self.margins = torch.zeros(self.num_agents, dtype=torch.float64)
         self.drift = torch.zeros(self.num_agents, 2, dtype=torch.float64)
 
+    def sums_of_losses(self) -> dict[str, float]:
+        """The loss of this rank, which all agents have together."""
+        return {"the pairs": self.loss}
+
     def record(self, table: MetricTable, num_rows: int) -> None:
         """Write the means of this optimizer step to the metrics."""
         if not num_rows:

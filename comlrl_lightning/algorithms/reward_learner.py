@@ -76,6 +76,10 @@ class RewardStats:
         self.loss += float(losses.detach().double().sum())
         self.num_right += float(_is_right(winner_scores.detach(), loser_scores.detach()).sum())
 
+    def sums_of_losses(self) -> dict[str, float]:
+        """The loss of this rank."""
+        return {REWARD_MODEL: self.loss}
+
     def record(self, table: MetricTable, num_pairs: int) -> None:
         """Write the means of this optimizer step to the metrics."""
         if num_pairs:

@@ -80,6 +80,12 @@ class UpdateStats:
         self.value_loss += losses.detach().double().cpu().sum(0).expand(self.num_agents)
         self.num_values += len(losses)
 
+    def sums_of_losses(self) -> dict[str, float]:
+        """Losses of this rank by agent and by critic, as summed so far."""
+        policies = {f"agent_{agent}": loss for agent, loss in enumerate(self.loss.tolist())}
+        critics = {f"the critic of agent_{agent}": loss for agent, loss in enumerate(self.value_loss.tolist())}
+        return policies | critics
+
     def record(self, table: MetricTable, num_nodes: int) -> None:
         """Write the means of this optimizer step to the metrics. Call it on every rank."""
         of_all_ranks = all_reduce_sum(self.sums[:, 4:])
