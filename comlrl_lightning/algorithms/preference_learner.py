@@ -124,9 +124,9 @@ class PreferenceLearner:
                 reference_margins = self._margins(reference)
         losses = joint_preference_loss(margins, settings.beta, reference_margins)
         total = margins if reference_margins is None else margins - reference_margins
-        stats.loss += float(losses.detach().double().sum())
+        stats.loss += float(losses.detach().cpu().double().sum())
         stats.num_right += float((total.detach().sum(1) > 0).sum())
-        stats.margins += margins.detach().double().sum(0).cpu()
+        stats.margins += margins.detach().cpu().double().sum(0)
         self._add_drift(rows, scores, stats)
         return losses.sum()
 
