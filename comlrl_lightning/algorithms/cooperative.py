@@ -15,7 +15,7 @@ from typing_extensions import override
 from comlrl_lightning.agents.sampling import seeded
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.algorithms.checkpoint import Progress, load_run, restore_run, save_run, trained_names
+from comlrl_lightning.algorithms.checkpoint import StepStart, load_run, restore_run, save_run, trained_names
 from comlrl_lightning.algorithms.checks import (
     OptimizerFactory,
     SchedulerFactory,
@@ -213,7 +213,7 @@ class CooperativeModule(Evaluations):
         self.buffer: list[CreditedNode] = []
         self._evaluated: list[Rollouts] = []
         self.last_log = (0, 0)
-        self.step_start: Progress | None = None
+        self.step_start: StepStart | None = None
         self.fit_trainer: Trainer | None = None
         self._warned_of_stops = False
         self._resumed: dict[str, Any] | None = None
@@ -299,7 +299,7 @@ class CooperativeModule(Evaluations):
 
     @override
     def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
-        self.step_start = Progress.of(self)
+        self.step_start = StepStart.of(self)
         # Lightning does not see the end of a stream that is shorter than `limit_train_batches`.
         is_last = self.trainer.is_last_batch or batch.is_last
         self._train_on(batch, is_last)

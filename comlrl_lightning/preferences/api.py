@@ -27,7 +27,7 @@ from comlrl_lightning.preferences.api_checks import check_arguments
 from comlrl_lightning.rollouts.types import Prompt
 
 if TYPE_CHECKING:
-    from comlrl_lightning.agents.generation import Progress
+    from comlrl_lightning.agents.generation import GenerationProgress
 
 Messages = list[dict[str, str]]
 """Chat messages with ``role`` and ``content``."""
@@ -268,7 +268,7 @@ def complete_all(
     chats: Sequence[tuple[Messages, int]],
     max_concurrency: int,
     stop: Event,
-    progress: Progress | None = None,
+    progress: GenerationProgress | None = None,
 ) -> list[list[Answer]]:
     """Answers to many chats, in their order.
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from comlrl_lightning.agents.generation import Finished, GenerationRequest, Progress
+from comlrl_lightning.agents.generation import Finished, GenerationProgress, GenerationRequest
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase, check_count
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.agents.weights import borrowed_weights, weights_of
@@ -146,7 +146,7 @@ class _BorrowingSampler:
         self,
         requests: Sequence[GenerationRequest],
         sampling: Sampling,
-        progress: Progress | None = None,
+        progress: GenerationProgress | None = None,
         finished: Finished | None = None,
     ) -> list[tuple[Completion, ...]]:
         """Completions of the team with these weights."""
@@ -216,7 +216,7 @@ class FixedModel(Comparator):
         requests: Sequence[GenerationRequest],
         sampling: Sampling,
         num_joint: int,
-        progress: Progress | None,
+        progress: GenerationProgress | None,
     ) -> list[list[Answer]]:
         assert self._team is not None
         own = sampling if self.sampling is None else self.sampling
@@ -343,7 +343,11 @@ class APIComparator(Comparator):
         return ForeignSampler(team, self._ask, joint_format, self._counts)
 
     def _ask(
-        self, requests: Sequence[GenerationRequest], sampling: Sampling, num_joint: int, progress: Progress | None
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: Sampling,
+        num_joint: int,
+        progress: GenerationProgress | None,
     ) -> list[list[Answer]]:
         chats: list[tuple[Messages, int]] = []
         ends = []

@@ -20,7 +20,7 @@ from comlrl_lightning.rollouts.modes import user_code
 from comlrl_lightning.rollouts.scoring import RewardWorkers, Scores, Scoring
 from comlrl_lightning.rollouts.types import Completion, Node, Prompt, Rollouts, joint_indices, texts
 
-Progress = Callable[[int, int], None]
+TurnProgress = Callable[[int, int], None]
 """Called with the turn and the number of completions that are still being sampled."""
 
 
@@ -127,7 +127,7 @@ class Collector:
         shape: RolloutShape,
         sampling: Sampling,
         key: tuple[int, ...],
-        progress: Progress | None = None,
+        progress: TurnProgress | None = None,
     ) -> None:
         self.team = team
         self.interface = interface
