@@ -19,14 +19,11 @@ from comlrl_lightning.algorithms.checkpoint import StepStart, load_run, restore_
 from comlrl_lightning.algorithms.checks import (
     OptimizerFactory,
     SchedulerFactory,
-    check_finite,
     check_kind,
     check_optimizer,
     check_precision,
-    check_share,
     check_shares,
     check_trainer_flags,
-    check_whole,
     learning_rates,
 )
 from comlrl_lightning.algorithms.construction import task_interface, team_settings
@@ -43,6 +40,7 @@ from comlrl_lightning.algorithms.recording import (
     warn_of_rewarded_stops,
 )
 from comlrl_lightning.algorithms.settings import PolicySettings, UpdateSettings, gathered
+from comlrl_lightning.checking import check_finite, check_share, check_whole
 from comlrl_lightning.collaboration import JointFormat
 from comlrl_lightning.data import TaskBatch
 from comlrl_lightning.distributed import meet, rank, sum_over_ranks, world_size

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from comlrl_lightning.agents.team import AgentTeam, TokenScores
-from comlrl_lightning.algorithms.checks import check_at_least, check_flag, check_positive
+from comlrl_lightning.algorithms.checks import check_flag
 from comlrl_lightning.algorithms.learners import agent_group
 from comlrl_lightning.algorithms.rows import micro_batches, sequence_lengths
+from comlrl_lightning.checking import check_at_least, check_positive
 from comlrl_lightning.functional import joint_preference_loss, masked_sum, sequence_margins
 from comlrl_lightning.metrics import MetricTable, agent_key, preference_key
 from comlrl_lightning.preferences.pairs import PreferencePair

@@ -22,7 +22,7 @@ from threading import Event
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from comlrl_lightning.agents.settings import check_count
+from comlrl_lightning.checking import check_whole
 from comlrl_lightning.preferences.api_checks import check_arguments
 from comlrl_lightning.rollouts.types import Prompt
 
@@ -128,8 +128,8 @@ class HTTPChat(ABC):
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         check_arguments(model, base_url, api_key_env, temperature, request_fields, timeout_seconds)
-        check_count(type(self).__name__, "max_tokens", max_tokens, 1)
-        check_count(type(self).__name__, "max_retries", max_retries, 0)
+        check_whole(1, type(self).__name__, max_tokens=max_tokens)
+        check_whole(0, type(self).__name__, max_retries=max_retries)
         self.model = model
         self.max_tokens = max_tokens
         self.base_url = (base_url or self.own_url).rstrip("/")

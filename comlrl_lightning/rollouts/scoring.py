@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from comlrl_lightning.checking import check_finite, check_positive, check_whole
 from comlrl_lightning.reward_function import Measured, RewardCall, RewardFunction
 from comlrl_lightning.rollouts.modes import user_code
 from comlrl_lightning.rollouts.processes import RewardProcess, pickled
@@ -195,20 +195,13 @@ class Scoring:
             self._running.end()
 
 
-def _check(num_workers: object, backend: object, timeout_seconds: object, timeout_value: object) -> None:
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
-        raise ValueError(f"reward_workers={num_workers!r} is out of range. Use a whole number of at least 0.")
+def _check(num_workers: int, backend: str, timeout_seconds: float | None, timeout_value: float | None) -> None:
+    check_whole(0, reward_workers=num_workers)
     if backend not in ("thread", "process"):
         raise ValueError(f"reward_backend={backend!r} is unknown. Use 'thread' or 'process'.")
     if backend == "process" and num_workers == 0:
         raise ValueError("reward_backend='process' needs workers, and reward_workers=0. Use at least 1.")
-    if timeout_seconds is not None and not _is_finite(timeout_seconds, above=0.0):
-        raise ValueError(f"reward_timeout_seconds={timeout_seconds!r} is out of range. Use a number above 0.")
-    if timeout_value is not None and not _is_finite(timeout_value):
-        raise ValueError(f"reward_timeout_value={timeout_value!r} is out of range. Use a finite number.")
+    check_positive(reward_timeout_seconds=timeout_seconds)
+    check_finite(reward_timeout_value=timeout_value)
     if timeout_value is not None and timeout_seconds is None:
         raise ValueError(f"reward_timeout_value={timeout_value!r} needs reward_timeout_seconds. Give both.")
-
-
-def _is_finite(value: object, above: float = -math.inf) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and above < value < math.inf
