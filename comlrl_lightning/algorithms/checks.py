@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.compile import to_uncompiled
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -172,6 +174,19 @@ def check_precision(precision: object, trained: Iterable[torch.nn.Parameter]) ->
         raise ValueError(
             f"The trained weights are {' and '.join(sorted(half))}, in which most updates round to nothing."
             ' Load the models with dtype="float32" and use Trainer(precision="bf16-mixed").'
+        )
+
+
+def check_uncompiled(module: LightningModule) -> None:
+    """Refuse a compiled module, and undo what Lightning did to the module itself, so that it can be passed next.
+
+    Raises:
+        ValueError: If it came as ``torch.compile(module)``.
+    """
+    if module._compiler_ctx is not None:
+        to_uncompiled(module)
+        raise ValueError(
+            "torch.compile(module) would compile whole rollouts, which are no graph. Pass the module itself."
         )
 
 

@@ -24,6 +24,7 @@ from comlrl_lightning.algorithms.checks import (
     check_precision,
     check_shares,
     check_trainer_flags,
+    check_uncompiled,
     learning_rates,
 )
 from comlrl_lightning.algorithms.construction import task_interface, team_settings
@@ -234,6 +235,7 @@ class CooperativeModule(Evaluations):
 
     @override
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
+        check_uncompiled(self)
         # The only hook of the module that runs before Lightning refuses these flags without naming ours.
         check_trainer_flags(self.trainer.gradient_clip_val, self.trainer.accumulate_grad_batches)
         present = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
