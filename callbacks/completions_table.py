@@ -27,9 +27,10 @@ class CompletionsTable(Callback):
     """Write the joint completions of every evaluation: to JSON lines, to Weights & Biases, and a few on screen.
 
     A line of the file (and a row of the W&B table ``eval/completions``) is one item at one turn: `env_step`, `index` of
-    the item, `turn`, `prompts` and `completions` per agent, `reward`; a line of the file also has the number of batches
-    trained before, as `batch`. An evaluation by the trainer after its fit takes the place of the lines that were written
-    after the same batch; a trainer that never fitted writes ``completions-validate.jsonl`` (or ``-test``) instead. A `fast_dev_run` writes nothing.
+    the item, `turn`, `prompts` and `completions` per agent, `reward`; in the file also `batch`, the number of batches
+    trained before. An evaluation by the trainer after its fit takes the place of the lines that were written after the
+    same batch; a trainer that never fitted writes ``completions-validate.jsonl`` (or ``-test``) instead. A
+    `fast_dev_run` writes nothing.
 
     Args:
         path: The JSON-lines file; None takes ``completions.jsonl`` in the folder of the run.

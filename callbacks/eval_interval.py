@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from comlrl_lightning.callbacks.support import EVAL_PREFIX
 from comlrl_lightning.calls import short
+from comlrl_lightning.checking import is_whole
 from comlrl_lightning.data import TaskBatch
 
 NEVER = 10**9
@@ -37,7 +38,7 @@ class EvalInterval(Callback):
 
     def __init__(self, interval: int) -> None:
         super().__init__()
-        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
+        if not is_whole(interval, 0):
             raise ValueError(f"EvalInterval(interval={interval!r}) is not a whole number from 0. Pass 0 for never.")
         self._interval = interval
         self._running: tuple[int, int] | None = None

@@ -17,6 +17,7 @@ from comlrl_lightning.callbacks.support import (
     rollout_source,
     write_whole,
 )
+from comlrl_lightning.checking import is_whole
 from comlrl_lightning.distributed import gather_objects
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ class RewardCurve(Callback):
         super().__init__()
         if Path(path).suffix != ".png":
             raise ValueError(f"RewardCurve(path={str(path)!r}) does not name a picture. End it in .png.")
-        if window < 1:
-            raise ValueError(f"RewardCurve(window={window}) is not a whole number from 1. Use 1 for no average.")
+        if not is_whole(window, 1):
+            raise ValueError(f"RewardCurve(window={window!r}) is not a whole number from 1. Use 1 for no average.")
         self._path = Path(path)
         self._window = window
         self._training: Points = {}

@@ -12,6 +12,7 @@ from lightning import LightningModule, Trainer
 from torch import Tensor
 
 from comlrl_lightning.calls import check_unicode, short
+from comlrl_lightning.checking import is_whole
 from comlrl_lightning.loggers import TaskWandbLogger
 from comlrl_lightning.rollouts.types import RolloutSource
 
@@ -103,7 +104,7 @@ def check_count(callback: str, name: str, value: object) -> None:
     Raises:
         ValueError: If `value` is not a whole number from 1.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_whole(value, 1):
         raise ValueError(f"{callback}({name}={value!r}) is not a whole number from 1. Use at least 1.")
 
 

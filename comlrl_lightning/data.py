@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 from typing_extensions import override
 
+from comlrl_lightning.checking import is_whole
 from comlrl_lightning.splits import Indexed, Split, imported, is_description, load
 
 
@@ -186,7 +187,7 @@ class TaskDataModule(LightningDataModule):
         super().__init__()
         _check_positive("batch_size", batch_size)
         _check_positive("eval_batch_size", eval_batch_size)
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        if not is_whole(seed, 0):
             raise ValueError(f"seed={seed!r} is not a seed. Give a whole number from 0 on.")
         if not isinstance(shuffle, bool):
             raise ValueError(f"shuffle={shuffle!r} is neither True nor False. Use one of them.")
@@ -281,5 +282,5 @@ class TaskDataModule(LightningDataModule):
 
 
 def _check_positive(argument: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_whole(value, 1):
         raise ValueError(f"{argument}={value!r} is not a positive whole number. Give 1 or more.")

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from comlrl_lightning.calls import short
+from comlrl_lightning.checking import is_whole
 from comlrl_lightning.data import TaskDataModule
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def _check(data: object, callbacks: object, seed: object) -> None:
         raise ValueError(f"data={short(data)} is no TaskDataModule. Use TaskDataModule(..., eval_dataset=...).")
     if callbacks is not None and not isinstance(callbacks, Sequence):
         raise ValueError(f"callbacks={short(callbacks)} is no list. Put it into one.")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+    if seed is not None and not is_whole(seed, 0):
         raise ValueError(f"seed={seed!r} is not a seed. Give a whole number from 0 on.")
 
 

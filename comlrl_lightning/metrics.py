@@ -124,7 +124,8 @@ def turn_keys(num_turns: int, with_kl: bool) -> list[str]:
 class MetricTable(nn.Module):
     """Means of a fixed set of keys over everything that came since the last `pop`, over all ranks.
 
-    The sums are float64 and part of the state dict, so that a resumed run logs what an unbroken run logs.
+    The sums are float64 and part of the state dict, so that a resumed run logs what an unbroken run logs. They stay on
+    the CPU, as not every device has float64, and a number from the CPU need not wait for another device.
 
     Args:
         keys: The keys that may be updated.
@@ -135,25 +136,23 @@ class MetricTable(nn.Module):
         super().__init__()
         self.prefix = prefix
         self._means: dict[str, MeanMetric] = {}
-        for key in keys:
-            self._means[key] = MeanMetric(nan_strategy="error")
-            self._means[key].set_dtype(torch.float64)
-            self._means[key].persistent(True)
+        with torch.device("cpu"):
+            for key in keys:
+                self._means[key] = MeanMetric(nan_strategy="error", dist_sync_fn=_summed)
+                self._means[key].set_dtype(torch.float64)
+                self._means[key].persistent(True)
         self.means = nn.ModuleDict(self._means)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._means)} keys)"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MetricTable:
-        """Follow the module to its device, never to its precision."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for mean in self._means.values():
-            mean.set_dtype(torch.float64)
+        """Follow the module neither to its device nor to its precision."""
         return self
 
     def update(self, key: str, value: float | Tensor, weight: float = 1.0) -> None:
-        """Add one value with its weight."""
-        self._means[key].update(value, weight)
+        """Add one value with its weight, from any device."""
+        self._means[key].update(value.cpu() if isinstance(value, Tensor) else value, weight)
 
     def pop(self) -> dict[str, float]:
         """Mean of each key that got a value on any rank, then forget all. Call it on every rank."""
@@ -167,3 +166,8 @@ class MetricTable(nn.Module):
             with torch.inference_mode(False):  # an evaluation must not leave states that training cannot write
                 mean.reset()
         return result
+
+
+def _summed(tensor: Tensor, group: object) -> list[Tensor]:
+    """Sum over all ranks in the form in which torchmetrics takes the parts of them, which it adds up."""
+    return [all_reduce_sum(tensor)]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from comlrl_lightning.calls import Place, UserFunction, finite_floats
+from comlrl_lightning.checking import is_finite
 from comlrl_lightning.reward_model import RewardModel
 
 __all__ = [
@@ -254,7 +255,7 @@ def _weights_by_name(names: list[str], weights: Mapping[str, float] | Sequence[f
 
 
 def _check_finite(argument: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_finite(value):
         raise ValueError(f"{argument}={value!r} is not a finite number. Give one.")
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -25,7 +27,18 @@ def modules(folder: Path) -> Iterator[Path]:
 
 def test_packages_are_listed() -> None:
     found = {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in PACKAGE.rglob("__init__.py")}
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found | {"comlrl_lightning.callbacks"}
+    others = {"comlrl_lightning.callbacks", "comlrl_lightning.assets.story_model"}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found | others
+
+
+def test_what_is_imported_is_required() -> None:
+    files = [*modules(PACKAGE), *(ROOT / "callbacks").glob("*.py")]
+    imported = {name.split(".")[0] for path in files for name in imports(path)}
+    extras = PROJECT["project"]["optional-dependencies"]["api"]
+    required = {re.split(r"[^\w-]", one)[0].lower() for one in PROJECT["project"]["dependencies"] + extras}
+    distributions = {name.replace("_", "-") for name in imported - set(sys.stdlib_module_names)}
+    assert distributions - {"comlrl-lightning"} <= required
+    assert len(distributions) > 12
 
 
 def test_callbacks_is_a_symlink_to_the_folder_at_the_top() -> None:
@@ -33,18 +46,41 @@ def test_callbacks_is_a_symlink_to_the_folder_at_the_top() -> None:
     assert (PACKAGE / "callbacks").resolve() == ROOT / "callbacks"
 
 
+def built(source: Path, kind: str) -> Path:
+    """A wheel or an sdist of a folder, without network; no package may be missing in the configuration."""
+    out = source.parent / kind
+    build = f"from setuptools.build_meta import build_{kind}; build_{kind}({str(out)!r})"
+    result = subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, text=True)
+    assert "is absent from the" not in result.stdout + result.stderr
+    (file,) = out.iterdir()
+    return file
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Names of the files in a wheel, built from a copy of the sources, without network."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("comlrl_lightning", "callbacks", "configs"):
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An sdist, built from a copy of the sources, unpacked."""
+    source = tmp_path_factory.mktemp("checkout") / "source"
+    for name in ("comlrl_lightning", "callbacks", "configs", "tests"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in"):
         shutil.copy(ROOT / name, source)
-    build = f"from setuptools.build_meta import build_wheel; build_wheel({str(out)!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
-    (built,) = out.glob("*.whl")
-    return zipfile.ZipFile(built).namelist()
+    target = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(built(source, "sdist")) as archive:
+        archive.extractall(target, filter="data")
+    (unpacked,) = target.iterdir()
+    return unpacked
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> list[str]:
+    """Names of the files in a wheel, built from the sdist as installers do it."""
+    return zipfile.ZipFile(built(sdist, "wheel")).namelist()
+
+
+def test_sdist_holds_configurations_and_no_tests(sdist: Path) -> None:
+    assert {path.name for path in (sdist / "configs").iterdir()} == {path.name for path in (ROOT / "configs").iterdir()}
+    assert not (sdist / "tests").exists()
+    assert (sdist / "CHANGELOG.md").exists()
 
 
 def test_wheel_holds_callbacks_and_assets(wheel: list[str]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
 
 from comlrl_lightning import (
     IAC,
@@ -26,7 +27,10 @@ from comlrl_lightning import (
     TaskDataModule,
     ValueHead,
 )
+from comlrl_lightning.agents.heads import CriticTeam
+from comlrl_lightning.agents.team import AgentTeam, TokenScores
 from comlrl_lightning.cli import CooperativeCLI
+from comlrl_lightning.metrics import MetricTable
 from tests.algorithms.support import ITEMS, echo, make_trainer, tiny_agents, uneven_reward
 
 FORMATS = ("32-true", "bf16-true", "bf16-mixed")
@@ -50,6 +54,50 @@ def fitted(module: CooperativeModule, precision: Any, **settings: Any) -> Traine
     trainer = make_trainer(**{"max_epochs": 3, "precision": precision, **settings})
     trainer.fit(module, TaskDataModule(ITEMS[:2], batch_size=2))
     return trainer
+
+
+class WithoutDoubles(Tensor):
+    """A tensor as on a device that has no float64, from which only `cpu` leads away."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if not isinstance(result, Tensor):
+            return result
+        if func is Tensor.cpu:
+            return result.as_subclass(Tensor)
+        if result.dtype == torch.float64:
+            raise TypeError(f"{func} makes float64 on a device that has none.")
+        return result
+
+
+def elsewhere(scores: TokenScores) -> TokenScores:
+    """Scores as if their model were on such a device."""
+    parts = scores.log_probs, scores.entropy, scores.completion_mask
+    return TokenScores(*(part.as_subclass(WithoutDoubles) for part in parts))
+
+
+@pytest.mark.parametrize(("algorithm", "settings"), CASES)
+def test_devices_without_double_precision(
+    algorithm: type[CooperativeModule], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_probs, values = AgentTeam.log_probs, CriticTeam.values
+    expected = fitted(made(algorithm, **settings), "32-true").callback_metrics
+    monkeypatch.setattr(AgentTeam, "log_probs", lambda *args, **how: elsewhere(log_probs(*args, **how)))
+    monkeypatch.setattr(CriticTeam, "values", lambda *args: values(*args).as_subclass(WithoutDoubles))
+    found = fitted(made(algorithm, **settings), "32-true").callback_metrics
+    assert found.keys() == expected.keys()
+    assert len(found) > 4
+    for name in {key for key in expected if not key.startswith("time/")}:
+        torch.testing.assert_close(found[name], expected[name], msg=name)
+
+
+def test_metrics_take_numbers_from_devices_without_double_precision() -> None:
+    table = MetricTable(["a"])
+    table.update("a", torch.tensor([1.0, 2.0]).as_subclass(WithoutDoubles), 3.0)
+    assert table.pop() == {"a": 1.5}
 
 
 def dtypes(module: CooperativeModule, trained: bool) -> set[torch.dtype]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from comlrl_lightning.agents.settings import LoraSettings, check_count, is_name
+from comlrl_lightning.agents.settings import LoraSettings, is_name
+from comlrl_lightning.checking import check_whole
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class AdapterCritic:
         if self.lora is not None and not isinstance(self.lora, LoraSettings):
             raise ValueError(f"AdapterCritic(lora={self.lora!r}) is not a LoraSettings. Use LoraSettings().")
         if self.max_tokens is not None:
-            check_count("AdapterCritic", "max_tokens", self.max_tokens, 1)
+            check_whole(1, "AdapterCritic", max_tokens=self.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class ModelCritic:
                 "Give model= or, for one critic per agent, models=[...]."
             )
         if self.max_tokens is not None:
-            check_count("ModelCritic", "max_tokens", self.max_tokens, 1)
+            check_whole(1, "ModelCritic", max_tokens=self.max_tokens)
         self._check_models()
 
     def _check_models(self) -> None:
@@ -154,4 +155,4 @@ def _check_number_of_models(critic: ModelCritic, num_agents: int, centralized: b
 
 def _check_hidden_size(critic: CriticSettings) -> None:
     if critic.hidden_size is not None:
-        check_count(type(critic).__name__, "hidden_size", critic.hidden_size, 1)
+        check_whole(1, type(critic).__name__, hidden_size=critic.hidden_size)

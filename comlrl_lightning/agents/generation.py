@@ -20,7 +20,7 @@ from comlrl_lightning.agents.sampling import StopStrings, pick, uniforms
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.rollouts.types import Completion, Prompt
 
-Progress = Callable[[int], None]
+GenerationProgress = Callable[[int], None]
 """Called with the number of completions that are still being sampled."""
 Finished = Callable[[int, tuple[Completion, ...]], None]
 """Called with the number of a request and its K completions, which are over."""
@@ -85,7 +85,7 @@ def generate(
     model: LanguageModel,
     rows: Sequence[Row],
     sampling: Sampling,
-    progress: Progress | None = None,
+    progress: GenerationProgress | None = None,
     finished: RowFinished | None = None,
 ) -> list[Sampled]:
     """Sample a completion for every row, all in one batch, the model in evaluation mode and without gradients.

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic
-from comlrl_lightning.agents.settings import check_count, check_number, is_name
+from comlrl_lightning.agents.settings import is_name
+from comlrl_lightning.checking import check_number, check_whole
 
 REWARD_MODEL = "reward_model"
 """Name of the reward model's adapter, of its parameter group and of its folder."""
@@ -43,9 +44,9 @@ class JointRewardModel:
 
     def __post_init__(self) -> None:
         self._check_model()
-        check_count("JointRewardModel", "num_epochs", self.num_epochs, 1)
+        check_whole(1, "JointRewardModel", num_epochs=self.num_epochs)
         if self.batch_size is not None:
-            check_count("JointRewardModel", "batch_size", self.batch_size, 1)
+            check_whole(1, "JointRewardModel", batch_size=self.batch_size)
         if self.learning_rate is not None:
             self._check("learning_rate", "a number above 0", lambda value: value > 0)
         self._check("held_out_share", "a number from 0 to below 1", lambda value: 0 <= value < 1)
@@ -55,7 +56,7 @@ class JointRewardModel:
                 raise ValueError(f"JointRewardModel({name}={vars(self)[name]!r}) is out of range. Use True or False.")
 
     def _check(self, name: str, wanted: str, fits: Callable[[float], bool]) -> None:
-        check_number("JointRewardModel", name, vars(self)[name], wanted, fits)
+        check_number(wanted, fits, "JointRewardModel", **{name: vars(self)[name]})
 
     def _check_model(self) -> None:
         if not isinstance(self.model, AdapterCritic | ModelCritic):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from comlrl_lightning.checking import check_number, check_whole
 
 Reference = Literal["auto", "base", "initial"]
 
@@ -14,18 +15,6 @@ Reference = Literal["auto", "base", "initial"]
 def _check_choice(owner: str, name: str, value: object, allowed: tuple[object, ...]) -> None:
     if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):
         raise ValueError(f"{owner}({name}={value!r}) is unknown. Use one of {', '.join(map(repr, allowed))}.")
-
-
-def check_count(owner: str, name: str, value: object, least: int) -> None:
-    """Refuse anything but whole numbers from `least` on."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{owner}({name}={value!r}) is out of range. Use a whole number of at least {least}.")
-
-
-def check_number(owner: str, name: str, value: object, wanted: str, fits: Callable[[float], bool]) -> None:
-    """Refuse anything but finite numbers that fit."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not fits(value):
-        raise ValueError(f"{owner}({name}={value!r}) is out of range. Use {wanted}.")
 
 
 def _check_flags(owner: str, **values: object) -> None:
@@ -75,8 +64,8 @@ class LoraSettings:
     """Weight-decomposed adapters (slower: agents then run one after the other)."""
 
     def __post_init__(self) -> None:
-        check_count("LoraSettings", "rank", self.rank, 1)
-        check_number("LoraSettings", "alpha", self.alpha, "a number above 0", lambda alpha: alpha > 0)
+        check_whole(1, "LoraSettings", rank=self.rank)
+        check_number("a number above 0", lambda alpha: alpha > 0, "LoraSettings", alpha=self.alpha)
         _check_flags("LoraSettings", use_rslora=self.use_rslora, use_dora=self.use_dora)
         _check_layers(
             "LoraSettings",
@@ -115,17 +104,17 @@ class Sampling:
         if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"Sampling(stop={self.stop!r}) holds something other than texts. Use non-empty strings.")
         object.__setattr__(self, "stop", tuple(stop))
-        check_count("Sampling", "max_new_tokens", self.max_new_tokens, 1)
-        check_count("Sampling", "min_new_tokens", self.min_new_tokens, 0)
+        check_whole(1, "Sampling", max_new_tokens=self.max_new_tokens)
+        check_whole(0, "Sampling", min_new_tokens=self.min_new_tokens)
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"Sampling(min_new_tokens={self.min_new_tokens}) is above max_new_tokens={self.max_new_tokens}. "
                 "Lower it."
             )
-        check_number("Sampling", "temperature", self.temperature, "0 or more", lambda value: value >= 0)
-        check_number("Sampling", "top_p", self.top_p, "a number above 0 and up to 1", lambda value: 0 < value <= 1)
+        check_number("0 or more", lambda value: value >= 0, "Sampling", temperature=self.temperature)
+        check_number("a number above 0 and up to 1", lambda value: 0 < value <= 1, "Sampling", top_p=self.top_p)
         if self.top_k is not None:
-            check_count("Sampling", "top_k", self.top_k, 1)
+            check_whole(1, "Sampling", top_k=self.top_k)
         _check_choice("Sampling", "backend", self.backend, ("native", "transformers"))
 
 
@@ -166,7 +155,7 @@ class TeamSettings:
                     "Set the environment variable HF_TOKEN instead."
                 )
         if self.max_prompt_tokens is not None:
-            check_count(owner, "max_prompt_tokens", self.max_prompt_tokens, 1)
+            check_whole(1, owner, max_prompt_tokens=self.max_prompt_tokens)
 
     def _check_loaded(self, models: list[Any], argument: str) -> None:
         loaded = [model for model in models if not is_name(model)]
@@ -211,7 +200,7 @@ class SharedBase(TeamSettings):
 
     def __post_init__(self) -> None:
         self._check_common()
-        check_count("SharedBase", "num_agents", self.num_agents, 1)
+        check_whole(1, "SharedBase", num_agents=self.num_agents)
         self._check_loaded([self.model], "model")
         if not is_name(self.model) and self.tokenizer is None:
             raise ValueError("SharedBase(model=...) is a loaded model without a tokenizer. Pass tokenizer= too.")

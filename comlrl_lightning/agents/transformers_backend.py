@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comlrl_lightning.agents.generation import Progress, Row, Sampled, left_pad
+from comlrl_lightning.agents.generation import GenerationProgress, Row, Sampled, left_pad
 from comlrl_lightning.agents.language_model import LanguageModel
 from comlrl_lightning.agents.sampling import StopStrings, key_digest, seeded
 from comlrl_lightning.agents.scoring import score
@@ -18,7 +18,7 @@ from comlrl_lightning.rollouts.types import Completion
 
 
 def generate_with_transformers(
-    model: LanguageModel, rows: Sequence[Row], sampling: Sampling, progress: Progress | None = None
+    model: LanguageModel, rows: Sequence[Row], sampling: Sampling, progress: GenerationProgress | None = None
 ) -> list[Sampled]:
     """Like `generation.generate`, by transformers' own loop.
 
@@ -88,7 +88,7 @@ class _Watch:
     """Stopping criterion: stop strings, and who is still running."""
 
     def __init__(
-        self, stop: StopStrings, start: int, ends: Sequence[int], num_rows: int, progress: Progress | None
+        self, stop: StopStrings, start: int, ends: Sequence[int], num_rows: int, progress: GenerationProgress | None
     ) -> None:
         self.stop, self.start, self.ends, self.progress = stop, start, frozenset(ends), progress
         self.lengths: dict[int, int] = {}

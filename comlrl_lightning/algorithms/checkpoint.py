@@ -76,7 +76,7 @@ def restore_global_rng_states(states: RngStates) -> None:
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepStart:
     """What a training step changes before its items count as trained."""
 
     env_step: int
@@ -87,7 +87,7 @@ class Progress:
     """What the algorithm adds."""
 
     @classmethod
-    def of(cls, module: CooperativeModule) -> Progress:
+    def of(cls, module: CooperativeModule) -> StepStart:
         """The present state of a module."""
         metrics = {name: value.clone() for name, value in module.training_metrics.state_dict().items()}
         return cls(module.env_step, list(module.buffer), metrics, global_rng_states(), module.progress())
@@ -100,11 +100,11 @@ def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
     are: exact unless one of several optimizer steps of an update had been taken.
     """
     checkpoint["state_dict"] = {name: checkpoint["state_dict"][name] for name in kept_names(module)}
-    progress = module.step_start or Progress.of(module)
+    start = module.step_start or StepStart.of(module)
     this_rank = {
-        "rng": progress.rng,
-        "buffer": [entry.to_state() for entry in progress.buffer],
-        "metrics": progress.metrics,
+        "rng": start.rng,
+        "buffer": [entry.to_state() for entry in start.buffer],
+        "metrics": start.metrics,
     }
     checkpoint[KEY] = {
         "algorithm": type(module).__name__,
@@ -112,10 +112,10 @@ def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
         "bases": bases_of(module),
         "optimization": module.optimization,
         "learning_rates": module.learning_rates,
-        "env_step": progress.env_step,
+        "env_step": start.env_step,
         "update_step": module.update_step,
         "last_log": module.last_log,
-        "own": module.progress_state(progress.own),
+        "own": module.progress_state(start.own),
         "ranks": gather_objects([this_rank]),
     }
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.compile import to_uncompiled
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.algorithms.hparams import to_plain
+from comlrl_lightning.checking import check_at_least
 from comlrl_lightning.rollouts.collect import RolloutShape
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
@@ -43,45 +45,6 @@ def check_flag(**values: bool) -> None:
     for name, value in values.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r} is neither True nor False. Use one of them.")
-
-
-def check_whole(minimum: int, **values: int) -> None:
-    """Refuse anything but whole numbers from a minimum on."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ValueError(f"{name}={value!r} is out of range. Use a whole number of at least {minimum}.")
-
-
-def check_finite(**values: float | None) -> None:
-    """Refuse what is not a number, NaN and infinity; None passes."""
-    for name, value in values.items():
-        if value is not None and not _is_finite(value):
-            raise ValueError(f"{name}={value!r} is out of range. Use a finite number.")
-
-
-def check_at_least(minimum: float, **values: float) -> None:
-    """Refuse what is not a number, numbers below a minimum, NaN and infinity."""
-    for name, value in values.items():
-        if not (_is_finite(value) and value >= minimum):
-            raise ValueError(f"{name}={value!r} is out of range. Use a number of at least {minimum:g}.")
-
-
-def check_positive(**values: float | None) -> None:
-    """Refuse what is not a number above zero; None passes."""
-    for name, value in values.items():
-        if value is not None and not (_is_finite(value) and value > 0):
-            raise ValueError(f"{name}={value!r} is out of range. Use a number above 0.")
-
-
-def check_share(**values: float) -> None:
-    """Refuse what is not a number from 0 to 1."""
-    for name, value in values.items():
-        if not (_is_finite(value) and 0 <= value <= 1):
-            raise ValueError(f"{name}={value!r} is out of range. Use a number from 0 to 1.")
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_choice(choices: Sequence[Any], **values: Any) -> None:
@@ -211,6 +174,19 @@ def check_precision(precision: object, trained: Iterable[torch.nn.Parameter]) ->
         raise ValueError(
             f"The trained weights are {' and '.join(sorted(half))}, in which most updates round to nothing."
             ' Load the models with dtype="float32" and use Trainer(precision="bf16-mixed").'
+        )
+
+
+def check_uncompiled(module: LightningModule) -> None:
+    """Refuse a compiled module, and undo what Lightning did to the module itself, so that it can be passed next.
+
+    Raises:
+        ValueError: If it came as ``torch.compile(module)``.
+    """
+    if module._compiler_ctx is not None:
+        to_uncompiled(module)
+        raise ValueError(
+            "torch.compile(module) would compile whole rollouts, which are no graph. Pass the module itself."
         )
 
 

@@ -17,7 +17,7 @@ from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.algorithms.checkpoint import (
     FIXED_SETTINGS,
-    Progress,
+    StepStart,
     load_run,
     restore_run,
     save_run,
@@ -26,14 +26,12 @@ from comlrl_lightning.algorithms.checkpoint import (
 from comlrl_lightning.algorithms.checks import (
     OptimizerFactory,
     SchedulerFactory,
-    check_finite,
     check_kind,
     check_optimizer,
     check_precision,
-    check_share,
     check_shares,
     check_trainer_flags,
-    check_whole,
+    check_uncompiled,
     learning_rates,
 )
 from comlrl_lightning.algorithms.construction import task_interface, team_settings
@@ -50,6 +48,7 @@ from comlrl_lightning.algorithms.recording import (
     warn_of_rewarded_stops,
 )
 from comlrl_lightning.algorithms.settings import PolicySettings, UpdateSettings, gathered
+from comlrl_lightning.checking import check_finite, check_share, check_whole
 from comlrl_lightning.collaboration import JointFormat
 from comlrl_lightning.data import TaskBatch
 from comlrl_lightning.distributed import meet, rank, sum_over_ranks, world_size
@@ -207,7 +206,7 @@ class CooperativeModule(Evaluations):
         self.buffer: list[CreditedNode] = []
         self._evaluated: list[Rollouts] = []
         self.last_log = (0, 0)
-        self.step_start: Progress | None = None
+        self.step_start: StepStart | None = None
         self.fit_trainer: Trainer | None = None
         self._warned_of_stops = False
         self._resumed: dict[str, Any] | None = None
@@ -230,6 +229,7 @@ class CooperativeModule(Evaluations):
 
     @override
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
+        check_uncompiled(self)
         # The only hook of the module that runs before Lightning refuses these flags without naming ours.
         check_trainer_flags(self.trainer.gradient_clip_val, self.trainer.accumulate_grad_batches)
         present = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
@@ -297,7 +297,7 @@ class CooperativeModule(Evaluations):
 
     @override
     def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
-        self.step_start = Progress.of(self)
+        self.step_start = StepStart.of(self)
         # Lightning does not see the end of a stream that is shorter than `limit_train_batches`.
         is_last = self.trainer.is_last_batch or batch.is_last
         self._train_on(batch, is_last)

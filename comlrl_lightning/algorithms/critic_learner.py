@@ -101,7 +101,7 @@ class ActorCriticLearner(Learner):
         """
         values = torch.empty(len(samples), self.critics.num_outputs, dtype=torch.float64)
         for batch in micro_batches(self.critics.lengths(samples), self.micro_batch_tokens):
-            values[batch] = self.critics.values([samples[position] for position in batch]).double().cpu()
+            values[batch] = self.critics.values([samples[position] for position in batch]).cpu().double()
         return values
 
     @override

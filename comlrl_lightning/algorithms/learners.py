@@ -194,7 +194,7 @@ class Learner(ABC):
         behavior = like.detach() if old is None else old
         gap = ((behavior - sampler).abs() * mask).sum(1)
         # Clamped, for a share of squares: a completion that drifted far must not overflow it.
-        ratio = ((like.detach() - behavior) * mask).sum(1).double().clamp(-20.0, 20.0).exp()
+        ratio = ((like.detach() - behavior) * mask).sum(1).cpu().double().clamp(-20.0, 20.0).exp()
         agents = torch.tensor([row.completion.agent for row in rows])
         counts = (policy.num_tokens, policy.num_clipped, entropy, gap, torch.ones_like(gap), ratio, ratio.square())
         stats.add(agents, losses, counts)
@@ -242,6 +242,7 @@ class Learner(ABC):
         return self._record_kl(table, nodes, *self.kl(completions, self.score(completions)))
 
     def _record_kl(self, table: MetricTable, nodes: Sequence[Node], kappa: Tensor, estimate: Tensor) -> list[Tensor]:
+        kappa, estimate = kappa.cpu(), estimate.cpu()
         per_node, first = [], 0
         for node in nodes:
             shape = (len(node.completions), len(node.completions[0]))
@@ -249,7 +250,7 @@ class Learner(ABC):
             penalty = self.settings.reference_kl_coef * kappa[first:last]
             table.update(turn_key(node.turn, "reference_kl_mean"), estimate[first:last].mean(), last - first)
             table.update(turn_key(node.turn, "reference_kl_penalty_mean"), penalty.mean(), last - first)
-            per_node.append(kappa[first:last].reshape(shape).double().cpu())
+            per_node.append(kappa[first:last].reshape(shape).double())
             first = last
         return per_node
 

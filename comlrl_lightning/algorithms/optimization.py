@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -50,6 +51,16 @@ def _average(group: Group, total: float) -> None:
 
 def _gradient(parameter: Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def nonfinite_on_any_rank(sums: Mapping[str, float]) -> list[str]:
+    """Names of the sums that are not finite on some rank: the same answer on every rank.
+
+    Args:
+        sums: Sums of this rank by name; every rank has the same names in the same order.
+    """
+    broken = torch.tensor([not math.isfinite(value) for value in sums.values()], dtype=torch.float64)
+    return [name for name, count in zip(sums, all_reduce_sum(broken).tolist(), strict=True) if count]
 
 
 def clip_gradients(group: Group, max_norm: float | None) -> float:

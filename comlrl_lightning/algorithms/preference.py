@@ -12,13 +12,14 @@ from torch import nn
 from typing_extensions import override
 
 from comlrl_lightning.algorithms.checkpoint import KEY
-from comlrl_lightning.algorithms.checks import check_whole, refuse_settings
+from comlrl_lightning.algorithms.checks import refuse_settings
 from comlrl_lightning.algorithms.cooperative import CooperativeModule
 from comlrl_lightning.algorithms.evaluating import COMPARE, TRAIN
 from comlrl_lightning.algorithms.hparams import from_plain, to_plain
 from comlrl_lightning.algorithms.recording import record_candidates
 from comlrl_lightning.algorithms.rounds import Phase, RoundProgress, Schedule, share
 from comlrl_lightning.algorithms.updating import S, StepLearner
+from comlrl_lightning.checking import check_whole
 from comlrl_lightning.data import TaskBatch
 from comlrl_lightning.distributed import rank, sum_over_ranks, world_size
 from comlrl_lightning.metrics import preference_key

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from comlrl_lightning.agents.team import AgentTeam, TokenScores
-from comlrl_lightning.algorithms.checks import check_at_least, check_flag, check_positive
+from comlrl_lightning.algorithms.checks import check_flag
 from comlrl_lightning.algorithms.learners import agent_group
 from comlrl_lightning.algorithms.rows import micro_batches, sequence_lengths
+from comlrl_lightning.checking import check_at_least, check_positive
 from comlrl_lightning.functional import joint_preference_loss, masked_sum, sequence_margins
 from comlrl_lightning.metrics import MetricTable, agent_key, preference_key
 from comlrl_lightning.preferences.pairs import PreferencePair
@@ -49,6 +50,10 @@ class PreferenceStats:
     def __post_init__(self) -> None:
         self.margins = torch.zeros(self.num_agents, dtype=torch.float64)
         self.drift = torch.zeros(self.num_agents, 2, dtype=torch.float64)
+
+    def sums_of_losses(self) -> dict[str, float]:
+        """The loss of this rank, which all agents have together."""
+        return {"the pairs": self.loss}
 
     def record(self, table: MetricTable, num_rows: int) -> None:
         """Write the means of this optimizer step to the metrics."""
@@ -120,9 +125,9 @@ class PreferenceLearner:
                 reference_margins = self._margins(reference)
         losses = joint_preference_loss(margins, settings.beta, reference_margins)
         total = margins if reference_margins is None else margins - reference_margins
-        stats.loss += float(losses.detach().double().sum())
+        stats.loss += float(losses.detach().cpu().double().sum())
         stats.num_right += float((total.detach().sum(1) > 0).sum())
-        stats.margins += margins.detach().double().sum(0).cpu()
+        stats.margins += margins.detach().cpu().double().sum(0)
         self._add_drift(rows, scores, stats)
         return losses.sum()
 

@@ -73,8 +73,12 @@ class RewardStats:
 
     def add(self, losses: Tensor, winner_scores: Tensor, loser_scores: Tensor) -> None:
         """Add the `[R]` losses and scores of pairs."""
-        self.loss += float(losses.detach().double().sum())
+        self.loss += float(losses.detach().cpu().double().sum())
         self.num_right += float(_is_right(winner_scores.detach(), loser_scores.detach()).sum())
+
+    def sums_of_losses(self) -> dict[str, float]:
+        """The loss of this rank."""
+        return {REWARD_MODEL: self.loss}
 
     def record(self, table: MetricTable, num_pairs: int) -> None:
         """Write the means of this optimizer step to the metrics."""
@@ -172,7 +176,7 @@ class RewardLearner:
     def _scores(self, answers: Sequence[JointCompletion]) -> Tensor:
         scores = torch.empty(len(answers), dtype=torch.float64)
         for batch in micro_batches(self.model.lengths(answers), self.micro_batch_tokens):
-            scores[batch] = self.model.values([answers[position] for position in batch])[:, 0].double().cpu()
+            scores[batch] = self.model.values([answers[position] for position in batch])[:, 0].cpu().double()
         return scores
 
     def _answers(self, sample: JointCompletion) -> JointCompletion:
@@ -283,7 +287,7 @@ class LearnedReward:
 
 def _is_right(winner_scores: Tensor, loser_scores: Tensor) -> Tensor:
     """`[R]` 1 where the winner has the larger score, 1/2 where both have the same, else 0."""
-    return (torch.sign(winner_scores - loser_scores).double() + 1) / 2
+    return (torch.sign(winner_scores - loser_scores).cpu().double() + 1) / 2
 
 
 def _unsampled(prompts: Sequence[Prompt], texts: Sequence[str]) -> JointCompletion:

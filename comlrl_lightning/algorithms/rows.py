@@ -69,16 +69,22 @@ class UpdateStats:
 
     def add(self, agents: Tensor, losses: Tensor, columns: Sequence[Tensor]) -> None:
         """Add the `[R]` losses and `[R]` columns of the rows of `[R]` agents, from any thread."""
-        rows = torch.stack([column.detach().double().cpu() for column in columns], dim=1)
-        losses = losses.detach().double().cpu()
+        rows = torch.stack([column.detach().cpu().double() for column in columns], dim=1)
+        losses = losses.detach().cpu().double()
         with self._lock:
             self.loss.index_add_(0, agents, losses)
             self.sums.index_add_(0, agents, rows)
 
     def add_values(self, losses: Tensor) -> None:
         """Add the `[R, O]` value losses of joint completions; a single output is everybody's."""
-        self.value_loss += losses.detach().double().cpu().sum(0).expand(self.num_agents)
+        self.value_loss += losses.detach().cpu().double().sum(0).expand(self.num_agents)
         self.num_values += len(losses)
+
+    def sums_of_losses(self) -> dict[str, float]:
+        """Losses of this rank by agent and by critic, as summed so far."""
+        policies = {f"agent_{agent}": loss for agent, loss in enumerate(self.loss.tolist())}
+        critics = {f"the critic of agent_{agent}": loss for agent, loss in enumerate(self.value_loss.tolist())}
+        return policies | critics
 
     def record(self, table: MetricTable, num_nodes: int) -> None:
         """Write the means of this optimizer step to the metrics. Call it on every rank."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
-from comlrl_lightning.algorithms.checks import check_at_least, check_choice, check_positive, check_share, check_whole
+from comlrl_lightning.algorithms.checks import check_choice
+from comlrl_lightning.checking import check_at_least, check_positive, check_share, check_whole
 from comlrl_lightning.functional import ImportanceLevel
 
 OnNonfinite = Literal["raise", "skip"]

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from comlrl_lightning.agents.sharding import shard_frozen
 from comlrl_lightning.algorithms.updating import BufferedUpdates
+from comlrl_lightning.checking import check_number
 from comlrl_lightning.distributed import meet_by
 
 
@@ -33,10 +34,7 @@ class ShardedParallel(ModelParallelStrategy):
     strategy_name = "sharded_parallel"
 
     def __init__(self, process_group_backend: str | None = None, timeout_seconds: float = 1800.0) -> None:
-        if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, int | float) or timeout_seconds <= 0:
-            raise ValueError(
-                f"ShardedParallel(timeout_seconds={timeout_seconds!r}) is out of range. Use a number above 0."
-            )
+        check_number("a number above 0", lambda value: value > 0, "ShardedParallel", timeout_seconds=timeout_seconds)
         super().__init__(
             tensor_parallel_size=1,
             save_distributed_checkpoint=False,

@@ -24,7 +24,7 @@ from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.algorithms.checks import OptimizerFactory, SchedulerFactory
 from comlrl_lightning.algorithms.hparams import from_plain
 from comlrl_lightning.algorithms.learners import Learner
-from comlrl_lightning.algorithms.optimization import average_gradients, clip_gradients
+from comlrl_lightning.algorithms.optimization import average_gradients, clip_gradients, nonfinite_on_any_rank
 from comlrl_lightning.algorithms.settings import PolicySettings, UpdateSettings
 from comlrl_lightning.distributed import max_over_ranks, sum_over_ranks, world_size
 from comlrl_lightning.metrics import MetricTable, group_key
@@ -36,6 +36,10 @@ S = TypeVar("S", bound="StepStats")
 
 class StepStats(Protocol):
     """Sums over the rows of one optimizer step."""
+
+    def sums_of_losses(self) -> dict[str, float]:
+        """The losses of this rank by whose they are; the same names on every rank."""
+        ...
 
     def record(self, table: MetricTable, num_rows: int) -> None:
         """Write their means to the metrics."""
@@ -157,7 +161,7 @@ class BufferedUpdates(LightningModule):
         here = learner.active_groups(rows)
         active = average_gradients(list(groups.values()), len(rows), [name in here for name in groups])
         moving = {name: group for (name, group), moves in zip(groups.items(), active, strict=True) if moves}
-        if moving and not self._clip(moving):
+        if moving and not self._clip(moving, stats):
             return
         stats.record(self.training_metrics, len(rows))
         if moving:
@@ -175,18 +179,20 @@ class BufferedUpdates(LightningModule):
         with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
             self.manual_backward(loss)
 
-    def _clip(self, groups: Mapping[str, Sequence[Parameter]]) -> bool:
-        """Clip each group's gradients; False when they are not finite and the step is to be skipped."""
+    def _clip(self, groups: Mapping[str, Sequence[Parameter]], stats: StepStats) -> bool:
+        """Clip each group's gradients; False when they or the losses are not finite and the step is to be skipped."""
         norms = {name: clip_gradients(group, self.updates.max_grad_norm) for name, group in groups.items()}
-        broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
+        kind, kinds, broken = "loss", "losses", nonfinite_on_any_rank(stats.sums_of_losses())
+        if not broken:  # norms are those of all ranks already
+            kind, kinds, broken = "gradient", "gradients", [name for name in norms if not math.isfinite(norms[name])]
         self.training_metrics.update("nonfinite_updates", float(bool(broken)))
         if broken and self.updates.on_nonfinite == "raise":
             raise ValueError(
-                f"The gradient of {broken[0]} is not finite at env_step {self.env_step}. Lower its learning rate, look"
-                " at the rewards, or leave such updates out with on_nonfinite='skip'."
+                f"The {kind} of {broken[0]} is not finite at env_step {self.env_step}. Lower the learning rate, look at"
+                " the rewards, or leave such updates out with on_nonfinite='skip'."
             )
         if broken:
-            rank_zero_warn(f"An update was left out: the gradients of {', '.join(broken)} are not finite.")
+            rank_zero_warn(f"An update was left out: the {kinds} of {', '.join(broken)} are not finite.")
             return False
         for name, norm in norms.items():
             self.training_metrics.update(group_key(name, "grad_norm"), norm)

@@ -68,7 +68,9 @@ class _Distributions(NamedTuple):
     """What logits say of the next tokens, with one exponential per logit."""
 
     scores: Tensor
-    """`[..., V]` logarithms of the probabilities, but for a constant."""
+    """`[..., V]` logarithms of the probabilities, but for a constant; finite where a probability is 0."""
+    chosen: Tensor
+    """`[...]` the same of the tokens, -inf where one cannot come."""
     weights: Tensor
     """`[..., V]` probabilities, but for a factor."""
     normalizer: Tensor
@@ -77,21 +79,22 @@ class _Distributions(NamedTuple):
     """`[...]` in nats."""
 
     @classmethod
-    def of(cls, logits: Tensor, temperature: float) -> _Distributions:
-        """Distributions of `[..., V]` logits, which stay as they are."""
+    def of(cls, logits: Tensor, token_ids: Tensor, temperature: float) -> _Distributions:
+        """Distributions of `[..., V]` logits, which stay as they are, and what they say of `[...]` tokens."""
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True).div_(temperature)
         scores -= scores.amax(-1, keepdim=True)
+        chosen = scores.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
         weights = scores.exp()
         normalizer = weights.sum(-1)
         weighted = torch.linalg.vecdot(weights, scores)
         if bool(weighted.isnan().any()):  # 0 * -inf: a token of probability 0 adds nothing
             scores.clamp_(min=torch.finfo(scores.dtype).min)
             weighted = torch.linalg.vecdot(weights, scores)
-        return cls(scores, weights, normalizer, normalizer.log() - weighted / normalizer)
+        return cls(scores, chosen, weights, normalizer, normalizer.log() - weighted / normalizer)
 
-    def log_probs(self, token_ids: Tensor) -> Tensor:
-        """`[...]` log-probabilities of tokens."""
-        return self.scores.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1) - self.normalizer.log()
+    def log_probs(self) -> Tensor:
+        """`[...]` log-probabilities of the tokens."""
+        return self.chosen - self.normalizer.log()
 
     def slopes_of_log_probs(self, token_ids: Tensor) -> Tensor:
         """`[..., V]` derivatives of the tokens' log-probabilities by logits over temperature."""
@@ -112,10 +115,10 @@ class _TokenLogProbs(Function):
     def forward(ctx: Any, logits: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
-        found = _Distributions.of(logits, temperature)
+        found = _Distributions.of(logits, token_ids, temperature)
         # Not as attributes: what is saved so is let go by `checkpoint`.
         ctx.save_for_backward(token_ids, *found)
-        return found.log_probs(token_ids), found.entropy.clone()
+        return found.log_probs(), found.entropy.clone()
 
     @staticmethod
     @once_differentiable
@@ -140,11 +143,11 @@ class _FrozenHead(Function):
         ctx.set_materialize_grads(False)
         ctx.head, ctx.temperature = head, temperature
         logits = head(hidden)
-        found = _Distributions.of(logits, temperature)
+        found = _Distributions.of(logits, token_ids, temperature)
         if ctx.needs_input_grad[0]:
             slopes = found.slopes_of_log_probs(token_ids).div_(temperature).to(logits.dtype)
             ctx.save_for_backward(hidden, slopes @ head.weight.to(logits.dtype))
-        return found.log_probs(token_ids), found.entropy
+        return found.log_probs(), found.entropy
 
     @staticmethod
     @once_differentiable

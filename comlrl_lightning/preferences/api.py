@@ -22,12 +22,12 @@ from threading import Event
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from comlrl_lightning.agents.settings import check_count
+from comlrl_lightning.checking import check_whole
 from comlrl_lightning.preferences.api_checks import check_arguments
 from comlrl_lightning.rollouts.types import Prompt
 
 if TYPE_CHECKING:
-    from comlrl_lightning.agents.generation import Progress
+    from comlrl_lightning.agents.generation import GenerationProgress
 
 Messages = list[dict[str, str]]
 """Chat messages with ``role`` and ``content``."""
@@ -128,8 +128,8 @@ class HTTPChat(ABC):
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         check_arguments(model, base_url, api_key_env, temperature, request_fields, timeout_seconds)
-        check_count(type(self).__name__, "max_tokens", max_tokens, 1)
-        check_count(type(self).__name__, "max_retries", max_retries, 0)
+        check_whole(1, type(self).__name__, max_tokens=max_tokens)
+        check_whole(0, type(self).__name__, max_retries=max_retries)
         self.model = model
         self.max_tokens = max_tokens
         self.base_url = (base_url or self.own_url).rstrip("/")
@@ -268,7 +268,7 @@ def complete_all(
     chats: Sequence[tuple[Messages, int]],
     max_concurrency: int,
     stop: Event,
-    progress: Progress | None = None,
+    progress: GenerationProgress | None = None,
 ) -> list[list[Answer]]:
     """Answers to many chats, in their order.
 

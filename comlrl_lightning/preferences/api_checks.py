@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
+
+from comlrl_lightning.checking import check_number
 
 OWN_FIELDS = frozenset(
     {"model", "messages", "system", "n", "temperature", "max_tokens", "max_completion_tokens", "stream"}
@@ -36,8 +37,8 @@ def check_arguments(
             "such as MY_API_KEY, and give that name."
         )
     if temperature is not None:
-        _check_number("temperature", temperature, "a number of at least 0, or None", lambda value: value >= 0)
-    _check_number("timeout_seconds", timeout_seconds, "a number above 0", lambda value: value > 0)
+        check_number("a number of at least 0, or None", lambda value: value >= 0, temperature=temperature)
+    check_number("a number above 0", lambda value: value > 0, timeout_seconds=timeout_seconds)
     if request_fields is not None and not isinstance(request_fields, Mapping):
         raise ValueError(f"request_fields={request_fields!r} is no mapping. Give a dict of fields by name.")
     if secret := sorted(filter(_may_hold_a_key, _names(request_fields or {}))):
@@ -65,11 +66,6 @@ def _may_hold_a_key(name: str) -> bool:
     return plain in ("key", "token", "authorization", "extra_headers", "headers") or plain.endswith(
         ("api_key", "apikey", "access_key", "secret_key", "secret", "password", "_token")
     )
-
-
-def _check_number(name: str, value: float, wanted: str, fits: Callable[[float], bool]) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not fits(value):
-        raise ValueError(f"{name}={value!r} is out of range. Use {wanted}.")
 
 
 def _check_url(base_url: str | None) -> None:

@@ -17,10 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from comlrl_lightning.agents.generation import Finished, GenerationRequest, Progress
-from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase, check_count
+from comlrl_lightning.agents.generation import Finished, GenerationProgress, GenerationRequest
+from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.agents.weights import borrowed_weights, weights_of
+from comlrl_lightning.checking import check_whole
 from comlrl_lightning.collaboration import Collaboration
 from comlrl_lightning.preferences.api import Answer, HTTPChat, Messages, complete_all, messages_of, wait_unless
 from comlrl_lightning.preferences.foreign import ForeignSampler, SectionCounts, generation_format, same_tokens
@@ -97,7 +98,7 @@ class HistoryPolicy(Comparator):
     _weights: dict[int, dict[str, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_count(type(self).__name__, "rounds_back", self.rounds_back, 0)
+        check_whole(0, type(self).__name__, rounds_back=self.rounds_back)
 
     def begin_run(self) -> None:
         """Drop all weights."""
@@ -146,7 +147,7 @@ class _BorrowingSampler:
         self,
         requests: Sequence[GenerationRequest],
         sampling: Sampling,
-        progress: Progress | None = None,
+        progress: GenerationProgress | None = None,
         finished: Finished | None = None,
     ) -> list[tuple[Completion, ...]]:
         """Completions of the team with these weights."""
@@ -218,7 +219,7 @@ class FixedModel(Comparator):
         requests: Sequence[GenerationRequest],
         sampling: Sampling,
         num_joint: int,
-        progress: Progress | None,
+        progress: GenerationProgress | None,
     ) -> list[list[Answer]]:
         assert self._team is not None
         own = sampling if self.sampling is None else self.sampling
@@ -300,14 +301,14 @@ class APIComparator(Comparator):
                 f"APIComparator(provider={self.provider!r}) is unknown. Use one of {', '.join(map(repr, PROVIDERS))}."
             )
         for name in ("answers_per_request", "max_concurrency"):
-            check_count("APIComparator", name, vars(self)[name], 1)
+            check_whole(1, "APIComparator", **{name: vars(self)[name]})
         if self.provider == "anthropic" and self.answers_per_request > 1:
             raise ValueError(
                 f"APIComparator(answers_per_request={self.answers_per_request!r}) is more than provider='anthropic' "
                 "gives at a time. Use 1."
             )
         if self.max_tokens is not None:
-            check_count("APIComparator", "max_tokens", self.max_tokens, 1)
+            check_whole(1, "APIComparator", max_tokens=self.max_tokens)
         generation_format("APIComparator", self.generation)
         self.client(self.max_tokens or 1)
 
@@ -345,7 +346,11 @@ class APIComparator(Comparator):
         return ForeignSampler(team, self._ask, joint_format, self._counts)
 
     def _ask(
-        self, requests: Sequence[GenerationRequest], sampling: Sampling, num_joint: int, progress: Progress | None
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: Sampling,
+        num_joint: int,
+        progress: GenerationProgress | None,
     ) -> list[list[Answer]]:
         chats: list[tuple[Messages, int]] = []
         ends = []

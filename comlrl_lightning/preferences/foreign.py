@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
-from comlrl_lightning.agents.generation import Finished, GenerationRequest, Progress
+from comlrl_lightning.agents.generation import Finished, GenerationProgress, GenerationRequest
 from comlrl_lightning.agents.sampling import StopStrings
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.agents.team import AgentTeam
@@ -52,7 +52,11 @@ class Ask(Protocol):
     """How a model that is not the agents' is asked."""
 
     def __call__(
-        self, requests: Sequence[GenerationRequest], sampling: Sampling, num_joint: int, progress: Progress | None
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: Sampling,
+        num_joint: int,
+        progress: GenerationProgress | None,
     ) -> Sequence[Sequence[Answer]]:
         """K answers per request.
 
@@ -86,7 +90,7 @@ class ForeignSampler:
         self,
         requests: Sequence[GenerationRequest],
         sampling: Sampling,
-        progress: Progress | None = None,
+        progress: GenerationProgress | None = None,
         finished: Finished | None = None,
     ) -> list[tuple[Completion, ...]]:
         """K completions per request without log-probabilities, in the order of the requests.
@@ -121,7 +125,7 @@ class ForeignSampler:
         joint_format: JointFormat,
         requests: Sequence[GenerationRequest],
         sampling: Sampling,
-        progress: Progress | None,
+        progress: GenerationProgress | None,
     ) -> list[list[Answer]]:
         num_agents = self.num_agents
         blocks = [requests[start : start + num_agents] for start in range(0, len(requests), num_agents)]

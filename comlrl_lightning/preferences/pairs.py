@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from comlrl_lightning.agents.sampling import generator_of
+from comlrl_lightning.checking import is_whole
 from comlrl_lightning.rollouts.types import Completion, Node
 
 T = TypeVar("T")
@@ -114,7 +115,7 @@ class PairSettings:
             raise ValueError(f"pair_selection={self.selection!r} is unknown. Use one of {list(allowed)}, or None.")
         if limit is None:
             return
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        if not is_whole(limit, 1):
             raise ValueError(f"num_pairs_per_item={limit!r} is out of range. Use a whole number from 1, or None.")
         if self.selection == "all":
             raise ValueError(

@@ -18,6 +18,7 @@ import numpy as np
 from typing_extensions import override
 
 from comlrl_lightning.agents.sampling import generator_of
+from comlrl_lightning.checking import check_whole
 from comlrl_lightning.preferences.pairs import PreferencePair, Round
 
 
@@ -126,7 +127,7 @@ class NearestK(Replay):
     weigh_by_size: bool = False
 
     def __post_init__(self) -> None:
-        _check_count("k", self.k)
+        check_whole(1, k=self.k)
         _check_sample_size(self.sample_size)
 
     @property
@@ -214,9 +215,4 @@ def _num_draws(sample_size: int | None, rounds: Sequence[Round]) -> int:
 
 def _check_sample_size(sample_size: object) -> None:
     if sample_size is not None:
-        _check_count("sample_size", sample_size)
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} is out of range. Use a whole number of at least 1.")
+        check_whole(1, sample_size=sample_size)

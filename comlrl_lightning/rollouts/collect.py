@@ -13,6 +13,7 @@ from comlrl_lightning.agents.arrivals import Arrivals
 from comlrl_lightning.agents.generation import Finished, GenerationRequest
 from comlrl_lightning.agents.prefixes import Prefixes
 from comlrl_lightning.agents.settings import Sampling
+from comlrl_lightning.checking import check_whole
 from comlrl_lightning.collaboration import JointFormat, merged_prompt, split_or_empty
 from comlrl_lightning.interface import Formatters, RewardFunction, Transition
 from comlrl_lightning.reward_function import RewardCall
@@ -20,7 +21,7 @@ from comlrl_lightning.rollouts.modes import user_code
 from comlrl_lightning.rollouts.scoring import RewardWorkers, Scores, Scoring
 from comlrl_lightning.rollouts.types import Completion, Node, Prompt, Rollouts, joint_indices, texts
 
-Progress = Callable[[int, int], None]
+TurnProgress = Callable[[int, int], None]
 """Called with the turn and the number of completions that are still being sampled."""
 
 
@@ -74,9 +75,7 @@ class RolloutShape:
     """Follow K independent trajectories, in nodes of one joint completion, instead of growing a tree."""
 
     def __post_init__(self) -> None:
-        for name, value in (("num_generations", self.num_generations), ("num_turns", self.num_turns)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} is out of range. Use a whole number of at least 1.")
+        check_whole(1, num_generations=self.num_generations, num_turns=self.num_turns)
         if self.joint_mode not in ("aligned", "cross"):
             raise ValueError(f"joint_mode={self.joint_mode!r} is unknown. Use 'aligned' or 'cross'.")
 
@@ -127,7 +126,7 @@ class Collector:
         shape: RolloutShape,
         sampling: Sampling,
         key: tuple[int, ...],
-        progress: Progress | None = None,
+        progress: TurnProgress | None = None,
     ) -> None:
         self.team = team
         self.interface = interface

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,10 +10,11 @@ from typing import Any, Literal
 
 import torch
 
+from comlrl_lightning.checking import check_finite, check_positive, check_whole
 from comlrl_lightning.reward_function import Measured, RewardCall, RewardFunction
 from comlrl_lightning.rollouts.modes import user_code
 from comlrl_lightning.rollouts.processes import RewardProcess, pickled
-from comlrl_lightning.rollouts.workers import InThread, Outcome, Runner, Turn
+from comlrl_lightning.rollouts.workers import InThread, Outcome, RewardCalls, Runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,9 @@ class RewardWorkers:
         """Whether nobody but the caller runs the calls."""
         return self.num_workers == 0 and self.timeout_seconds is None
 
-    def begin(self, reward: RewardFunction, num_calls: int) -> Turn:
+    def begin(self, reward: RewardFunction, num_calls: int) -> RewardCalls:
         """Who runs so many calls, ready for the first."""
-        return Turn(num_calls, self._runners(reward, num_calls), self.timeout_seconds, self._late(reward))
+        return RewardCalls(num_calls, self._runners(reward, num_calls), self.timeout_seconds, self._late(reward))
 
     def _runners(self, reward: RewardFunction, num_calls: int) -> Sequence[Runner]:
         count = min(max(self.num_workers, 1), num_calls)
@@ -143,20 +143,20 @@ class Scoring:
     def __init__(self, workers: RewardWorkers, reward: RewardFunction, num_calls: int) -> None:
         self._workers, self._reward, self._num_calls = workers, reward, num_calls
         self._calls: dict[int, RewardCall] = {}
-        self._turn: Turn | None = None
+        self._running: RewardCalls | None = None
 
     def add(self, index: int, call: RewardCall) -> None:
         """Take the call with this number. Any thread may bring it."""
         self._calls[index] = call
-        if self._turn is not None:
-            self._turn.add(index, call)
+        if self._running is not None:
+            self._running.add(index, call)
 
-    def begin(self) -> Turn:
+    def begin(self) -> RewardCalls:
         """Let calls run from now on, those that are there and those that come."""
-        self._turn = turn = self._workers.begin(self._reward, self._num_calls)
+        self._running = calls = self._workers.begin(self._reward, self._num_calls)
         for index in sorted(self._calls):
-            turn.add(index, self._calls[index])
-        return turn
+            calls.add(index, self._calls[index])
+        return calls
 
     def scores(self) -> Scores:
         """Rewards in the order of the numbers, once all calls are there.
@@ -186,29 +186,22 @@ class Scoring:
                 yield measured
             return
         with user_code():  # the default dtype is one for all threads
-            outcomes = (self._turn or self.begin()).outcomes()
+            outcomes = (self._running or self.begin()).outcomes()
         yield from outcomes
 
     def end(self) -> None:
         """Give up what still runs."""
-        if self._turn is not None:
-            self._turn.end()
+        if self._running is not None:
+            self._running.end()
 
 
-def _check(num_workers: object, backend: object, timeout_seconds: object, timeout_value: object) -> None:
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
-        raise ValueError(f"reward_workers={num_workers!r} is out of range. Use a whole number of at least 0.")
+def _check(num_workers: int, backend: str, timeout_seconds: float | None, timeout_value: float | None) -> None:
+    check_whole(0, reward_workers=num_workers)
     if backend not in ("thread", "process"):
         raise ValueError(f"reward_backend={backend!r} is unknown. Use 'thread' or 'process'.")
     if backend == "process" and num_workers == 0:
         raise ValueError("reward_backend='process' needs workers, and reward_workers=0. Use at least 1.")
-    if timeout_seconds is not None and not _is_finite(timeout_seconds, above=0.0):
-        raise ValueError(f"reward_timeout_seconds={timeout_seconds!r} is out of range. Use a number above 0.")
-    if timeout_value is not None and not _is_finite(timeout_value):
-        raise ValueError(f"reward_timeout_value={timeout_value!r} is out of range. Use a finite number.")
+    check_positive(reward_timeout_seconds=timeout_seconds)
+    check_finite(reward_timeout_value=timeout_value)
     if timeout_value is not None and timeout_seconds is None:
         raise ValueError(f"reward_timeout_value={timeout_value!r} needs reward_timeout_seconds. Give both.")
-
-
-def _is_finite(value: object, above: float = -math.inf) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and above < value < math.inf

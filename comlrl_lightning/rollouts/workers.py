@@ -112,7 +112,7 @@ def _caught(function: Callable[..., T], *args: Any) -> T | BaseException:
         return error
 
 
-class Turn:
+class RewardCalls:
     """Calls that run at the same time. A free worker begins the first one, by number, of those that are there.
 
     A thread of its own hands the calls out and watches the time: who brings them is busy until the last has come.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -11,9 +12,10 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, Separate, SharedBase
+from comlrl_lightning.agents.team import TokenScores
 from comlrl_lightning.algorithms import CooperativeModule
 from comlrl_lightning.data import TaskDataModule
-from comlrl_lightning.rollouts.types import Rollouts
+from comlrl_lightning.rollouts.types import Completion, Rollouts
 from tests.tiny_lm import tiny_gpt2, tiny_llama, tiny_qwen2, tiny_tokenizer
 
 Kind = Literal["shared", "separate", "full"]
@@ -146,6 +148,18 @@ def fit(
 def weights(module: CooperativeModule, agent: int) -> dict[str, Tensor]:
     """A copy of an agent's trained weights."""
     return {name: value.detach().clone() for name, value in module.team.agent_parameters(agent).items()}
+
+
+def beside_the_impossible(log_probs: Callable[..., TokenScores], agent: int = 1) -> Callable[..., TokenScores]:
+    """`AgentTeam.log_probs` to which the first token of an agent's completions is impossible; gradients stay."""
+
+    def lower(completions: Sequence[Completion], **how: Any) -> TokenScores:
+        scores = log_probs(completions, **how)
+        constant = torch.zeros_like(scores.log_probs)
+        constant[[row for row, one in enumerate(completions) if one.agent == agent], 0] = -torch.inf
+        return replace(scores, log_probs=scores.log_probs + constant)
+
+    return lower
 
 
 class MemoryLogger(Logger):

@@ -24,7 +24,8 @@ from comlrl_lightning.algorithms import (
     MAReMax,
 )
 from comlrl_lightning.algorithms.checks import learning_rates
-from tests.algorithms.support import fit, make_module, uneven_reward, weights
+from comlrl_lightning.data import TaskDataModule
+from tests.algorithms.support import ITEMS, fit, make_module, make_trainer, uneven_reward, weights
 
 UNLOADED = SharedBase("not/loaded", num_agents=2)
 
@@ -251,6 +252,16 @@ class TestTrainerFlags:
     def test_accumulation(self) -> None:
         with pytest.raises(ValueError, match=r"accumulate_grad_batches=2.*rollout_buffer_size"):
             fit(construct(), accumulate_grad_batches=2)
+
+    @pytest.mark.parametrize("run", ["fit", "validate", "predict"])
+    def test_a_compiled_module(self, run: str) -> None:
+        module, trainer, data = make_module(MAGRPO), make_trainer(), TaskDataModule(ITEMS[:1], ITEMS[:1])
+        runs: dict[str, Any] = {"fit": trainer.fit, "validate": trainer.validate, "predict": trainer.predict}
+        compiled: Any = torch.compile(module)
+        with pytest.raises(ValueError, match=r"torch.compile\(module\) would .*\. Pass the module itself\.$"):
+            runs[run](compiled, datamodule=data)
+        runs[run](module, datamodule=data)
+        assert module.env_step == (2 if run == "fit" else 0)
 
     def test_half_precision_with_a_scaler(self) -> None:
         module = make_module(MAGRPO)

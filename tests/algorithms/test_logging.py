@@ -61,6 +61,15 @@ class TestTable:
         table.update("a", 1.001)
         assert table.pop()["a"] == pytest.approx(1.001, abs=1e-7)
 
+    def test_it_follows_the_module_to_no_device(self) -> None:
+        # Not every device has float64; this one has no numbers at all.
+        with torch.device("meta"):
+            table = MetricTable(["a"])
+        table.to("meta")
+        table.update("a", 1.5)
+        assert table.pop() == {"a": 1.5}
+        assert {value.device.type for value in table.state_dict().values()} == {"cpu"}
+
     def test_nan_is_an_error(self) -> None:
         with pytest.raises(RuntimeError, match="nan"):
             MetricTable(["a"]).update("a", float("nan"))

@@ -14,7 +14,15 @@ import torch
 from comlrl_lightning.agents.critic_settings import AdapterCritic
 from comlrl_lightning.agents.reward_settings import JointRewardModel
 from comlrl_lightning.agents.settings import SharedBase
-from comlrl_lightning.algorithms import MADPO, MAGRPO, MARLHF, CooperativeModule, PreferenceModule
+from comlrl_lightning.algorithms import (
+    MADPO,
+    MAGRPO,
+    MARLHF,
+    CooperativeModule,
+    PreferenceModule,
+    preference_learner,
+    reward_learner,
+)
 from comlrl_lightning.data import TaskDataModule
 from comlrl_lightning.preferences.comparators import HistoryPolicy
 from comlrl_lightning.preferences.pairs import PreferencePair
@@ -329,6 +337,30 @@ class TestNonfinite:
         assert same(trained(module, part), start)
         assert module.update_step == 0
         assert next(row["nonfinite_updates"] for row in rows.training if "nonfinite_updates" in row) == 1.0
+
+
+class TestNonfiniteLoss:
+    """An infinite constant beside a loss has no gradient."""
+
+    @pytest.fixture(autouse=True)
+    def _endless(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for where, name in ((preference_learner, "joint_preference_loss"), (reward_learner, "bradley_terry_loss")):
+            loss = vars(where)[name]
+            monkeypatch.setattr(where, name, lambda *args, loss=loss: loss(*args) + float("inf"))
+
+    @pytest.mark.parametrize(("make", "name"), [(direct, "the pairs"), (indirect, "reward_model")])
+    def test_it_stops_the_run(self, make: Callable[..., PreferenceModule], name: str) -> None:
+        with pytest.raises(ValueError, match=f"The loss of {name} is not finite at env_step 16.*on_nonfinite"):
+            run(make())
+
+    @pytest.mark.parametrize(("make", "name"), [(direct, "the pairs"), (indirect, "reward_model")])
+    def test_or_leaves_the_update_out(self, make: Callable[..., PreferenceModule], name: str) -> None:
+        module = make(on_nonfinite="skip")
+        start = begun(module)
+        with pytest.warns(UserWarning, match=f"An update was left out: the losses of {name} are not finite"):
+            fit(module, ITEMS, 1, max_epochs=2)
+        assert module.update_step == 0
+        assert same(trained(module), start)
 
 
 class Stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,5 +61,7 @@ def test_moving_average() -> None:
 def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match=r"RewardCurve\(path='curve.jpg'\) does not name a picture. End it in .png"):
         RewardCurve("curve.jpg")
-    with pytest.raises(ValueError, match=r"RewardCurve\(window=0\) is not a whole number from 1"):
-        RewardCurve(window=0)
+    wrong: list[Any] = [0, 2.5, "ten"]
+    for window in wrong:
+        with pytest.raises(ValueError, match=rf"RewardCurve\(window={window!r}\) is not a whole number from 1"):
+            RewardCurve(window=window)

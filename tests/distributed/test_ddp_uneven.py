@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
 
 from comlrl_lightning.algorithms import (
     ALGORITHMS,
@@ -19,7 +21,7 @@ from comlrl_lightning.algorithms import (
     CooperativeModule,
 )
 from comlrl_lightning.algorithms.optimization import average_gradients
-from tests.algorithms.support import RecordingSGD
+from tests.algorithms.support import RecordingSGD, beside_the_impossible
 from tests.distributed.launch import run_ranks
 from tests.distributed.support import Fit, Run, all_tokens, assert_in_step, tasks
 
@@ -148,6 +150,34 @@ def test_a_parameter_without_gradient_on_any_rank_keeps_none() -> None:
     # Three nodes: (6 + 3) / 3, (0 + 6) / 3; the third parameter of the group and the other group have nothing.
     gradients = [[6.0, None, None, None], [3.0, 6.0, None, None]]
     assert run_ranks(averaged, 2, [1, 2], gradients) == [[3.0, 2.0, None, None]] * 2
+
+
+class ImpossibleOnRank1(Callback):
+    """A loss that is infinite on one rank, in the first training step, with gradients that are finite."""
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        assert isinstance(pl_module, CooperativeModule)
+        if trainer.global_rank == 1 and batch_idx == 0:
+            self.log_probs = pl_module.team.log_probs
+            pl_module.team.log_probs = beside_the_impossible(self.log_probs)  # type: ignore[method-assign]
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        assert isinstance(pl_module, CooperativeModule)
+        if trainer.global_rank == 1:
+            pl_module.team.log_probs = self.log_probs  # type: ignore[method-assign]
+
+
+def test_a_loss_that_is_infinite_on_one_rank_is_left_out_by_all() -> None:
+    # Two steps, of which all ranks leave out the first.
+    settings = {"num_generations": 2, "on_nonfinite": "skip"}
+    run = Run(MAGRPO, settings, {"train_dataset": tasks(4), "batch_size": 2})
+    parts = run.on(2, callbacks=[ImpossibleOnRank1()])
+    assert_in_step(parts)
+    assert [part.update_step for part in parts] == [1, 1]
+    assert [row["nonfinite_updates"] for row in parts[0].metrics[0][1:]] == [1.0]
+    assert any("the losses of agent_1 are not finite" in text for text in parts[0].warned)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -394,7 +394,7 @@ def test_sixteen_bits_need_a_scaler() -> None:
     assert "Trainer(precision='16-true')" in run_ranks(said, 2, timeout=40)[1]
 
 
-@pytest.mark.parametrize("timeout_seconds", [0, -1.0, True, "long"])
+@pytest.mark.parametrize("timeout_seconds", [0, -1.0, True, "long", float("inf"), float("nan")])
 def test_timeout(timeout_seconds: Any) -> None:
     with pytest.raises(ValueError, match=r"ShardedParallel\(timeout_seconds=.*Use a number above 0"):
         ShardedParallel(timeout_seconds=timeout_seconds)

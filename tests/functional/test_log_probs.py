@@ -100,6 +100,27 @@ def test_an_unlikely_token_beside_an_impossible_one() -> None:
     assert entropy.tolist() == [0.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_an_impossible_token_has_no_finite_log_probability(dtype: torch.dtype) -> None:
+    # The first row says that its token cannot come; in the second, (0, 0), it has 1/2, and nothing else changes.
+    logits = torch.tensor([[0.0, 0.0, -math.inf], [0.0, 0.0, -math.inf]], dtype=dtype, requires_grad=True)
+    log_probs, entropy = token_log_probs(logits, torch.tensor([2, 0]), 0.7)
+    assert log_probs[0].item() == -math.inf
+    torch.testing.assert_close(log_probs[1].item(), -math.log(2), atol=1e-6, rtol=0)
+    torch.testing.assert_close(entropy.double(), torch.full((2,), math.log(2), dtype=torch.float64))
+    (log_probs[1] + entropy.sum()).backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(logits.grad, torch.tensor([[0, 0, 0], [0.5, -0.5, 0]], dtype=dtype) / 0.7)
+
+
+def test_an_impossible_token_behind_a_frozen_head() -> None:
+    # Hidden states (1) with weights (0, 0, -inf) as in the test before; what cannot come stays apart from the others.
+    head = torch.nn.Linear(1, 3, bias=False).requires_grad_(False)
+    head.weight.copy_(torch.tensor([[0.0], [0.0], [-math.inf]]))
+    log_probs, entropy = chunked_log_probs(torch.ones(2, 1), head, torch.tensor([2, 1]), 1.0, 1)
+    torch.testing.assert_close(log_probs, torch.tensor([-math.inf, -math.log(2)]))
+    torch.testing.assert_close(entropy, torch.full((2,), math.log(2)))
+
+
 def gradients(head: LoraHead, hidden: Tensor, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, ...]:
     """Of a loss that gives each position another weight, with respect to the hidden states and the head's factors."""
     weights = torch.arange(1.0, POSITIONS + 1, dtype=torch.float64)
