@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import re
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,7 +130,17 @@ class CooperativeCLI(LightningCLI):
         try:
             yield
         except ValueError as error:
-            self.parser.error(str(users_error(error)), error)
+            self.parser.error(users_message(error), error)
+
+
+def users_message(error: BaseException) -> str:
+    """What is wrong with a setting, out of the parser's errors about it."""
+    if _raised_in(error).startswith("jsonargparse"):
+        # Of a setting that may be one of several types it lists what each of them says.
+        told = re.findall(r"^ *- (?!Expected a )(.+)", str(error), re.MULTILINE)
+        if told:
+            return str(told[-1])
+    return str(users_error(error))
 
 
 def users_error(error: BaseException) -> BaseException:
@@ -198,4 +210,6 @@ def main(args: ArgsType = None) -> None:
         args: The arguments, in place of those of the process.
     """
     quiet_libraries()
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: functions of the user's are named by import path
     CooperativeCLI(args)

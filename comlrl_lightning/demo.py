@@ -84,7 +84,7 @@ def demo(model: str | None, seed: int, out: Path, max_epochs: int = 6) -> dict[s
     trainer.fit(module, data)
     metrics = evaluate(module, data)
     rewards = [reward for _, reward in curve.training_points[1]]
-    quarter = len(rewards) // 4
+    quarter = max(len(rewards) // 4, 1)
     before = curve.evaluation_points[1][0][1]
     summary = {
         "before": before,
@@ -108,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=6, help="passes over the task items")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where everything is written")
     options = parser.parse_args(arguments)
+    if options.epochs < 1:
+        parser.error(f"--epochs {options.epochs} trains nothing. Use at least 1.")
     quiet_libraries()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")

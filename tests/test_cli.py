@@ -101,6 +101,24 @@ def test_fit_does_what_the_file_says(config: str, tmp_path: Path) -> None:
     assert (tmp_path / "agents" / "agent_1" / "adapter_config.json").exists()
 
 
+def test_functions_of_the_working_folder_have_import_paths(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_rewards.py").write_text("def one(*completions):\n    return [1.0] * len(completions[0])\n")
+    monkeypatch.chdir(tmp_path)
+    # As for a console script, which knows nothing of the folder that it is called from.
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    main(["fit", "--config", config, "--model.reward_func", "own_rewards.one"])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["eval/final_reward_mean"] for line in lines] == [1.0, 1.0]
+
+
+def test_what_a_strategy_refuses_is_told(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    strategy = "{class_path: comlrl_lightning.AgentParallel, init_args: {agent_devices: [cpu, nowhere]}}"
+    message = error_of(capsys, "fit", "--config", config, "--trainer.strategy", strategy)
+    assert message.splitlines()[-1].startswith("error: AgentParallel(agent_devices='nowhere')")
+
+
 def test_flags_win_over_the_file(config: str, tmp_path: Path) -> None:
     main(["fit", "--config", config, "--model.num_generations", "3", "--trainer.limit_train_batches", "5"])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -31,6 +31,15 @@ def test_files_and_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert sorted(name.rstrip("/") for name in listed) == sorted(path.name for path in out.iterdir())
 
 
+def test_few_points_have_quarters_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_tiny(tmp_path / "model")
+    main(["--model", model, "--out", str(tmp_path / "out"), "--epochs", "1"])
+    assert "in the first quarter" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--model", model, "--epochs", "0"])
+    assert "--epochs 0 trains nothing. Use at least 1." in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_agents_of_the_story_model_learn(tmp_path: Path, seed: int) -> None:

@@ -131,7 +131,7 @@ def _bias(mask: Tensor | None, length: int) -> Tensor:
         mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
     lowest = torch.finfo(torch.float32).min / 2
     if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape).masked_fill_(~mask, lowest)
+        return torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(~mask, lowest)
     return mask.float().clamp(min=lowest)
 
 

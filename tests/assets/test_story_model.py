@@ -42,7 +42,7 @@ def test_folder_is_small_and_listed() -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in files}
     assert sum(file.stat().st_size for file in files) <= 6_000_000
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    assert "story_model/*" in project["tool"]["setuptools"]["package-data"]["comlrl_lightning.assets"]
+    assert project["tool"]["setuptools"]["package-data"]["comlrl_lightning.assets.story_model"] == ["*"]
 
 
 def test_special_tokens_differ_and_prompts_start_with_bos(tokenizer: Any) -> None:
