@@ -115,6 +115,9 @@ def test_goals_table() -> None:
     shares = ["25% (25-25)", "50% (50-50)", "50% (50-50)"]
     assert cells(text, "magrpo-4, peak memory") == ["magrpo-4, peak memory", "40%", "25%", *shares]
     assert cells(text, "generate-16")[1:] == [""] * 5
+    # Times and memory: 7 and 25%, and 3.5 and 50%.
+    words = "2 of 2 are reached over float32 comlrl, 0 of 2 are reached over bfloat16 comlrl"
+    assert _report.reached(_report.by_work(rows)) == words
 
 
 def test_details_leave_empty_what_was_not_timed() -> None:
