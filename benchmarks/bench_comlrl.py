@@ -42,13 +42,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--comlrl-python", type=Path, help=f"interpreter of an environment with comlrl {COMLRL_VERSION}"
     )
     parser.add_argument("--constraints", type=Path, default=ROOT / "constraints.txt", help="versions for pip")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", help="folder of the results")
+    parser.add_argument("--out", type=Path, help="folder of the results; benchmarks/, or build/quick/ with --quick")
     parser.add_argument(
         "--resume", action="store_true", help="keep what --out already holds of the same jobs; not after a change"
     )
     options = parser.parse_args(arguments)
     options.repeats = options.repeats or (1 if options.quick else 3)
     options.works = options.works or list(QUICK if options.quick else WORKS)
+    # A quick look does not take the place of the full measurement.
+    options.out = options.out or ROOT / ("build/quick" if options.quick else "benchmarks")
     return options
 
 

@@ -205,6 +205,9 @@ def test_plan_interleaves_the_sides() -> None:
     planned = [(side, job.seed) for side, job in plan(options)]
     assert planned == [("comlrl-fp32", 0), ("ours-bf16", 0), ("comlrl-fp32", 1), ("ours-bf16", 1)]
     assert len(plan(parse(["--quick"]))) == len(QUICK) * 2
+    # What is committed stays, unless all of it is measured again.
+    assert [parse(given).out.name for given in ([], ["--quick"])] == ["benchmarks", "quick"]
+    assert parse(["--quick", "--out", "here"]).out == Path("here")
     assert {job.model for _, job in plan(parse(["--model", "some/where/small"]))} == {"small"}
 
 
