@@ -135,7 +135,7 @@ def goals_table(works: dict[str, list[Row]]) -> str:
 def reached(works: dict[str, list[Row]]) -> str:
     """How many of the goals "must" were reached against each format of comlrl, in words."""
     counts = []
-    for words, sides in COMPARISONS.items():
+    for words, sides in list(COMPARISONS.items())[:2]:
         found = {name: one for name, rows in works.items() if (one := compare(rows, *sides)) is not None}
         speeds = [median(found[name].speedups) >= goal.must for name, goal in SPEED_GOALS.items() if name in found]
         shares = [
@@ -143,7 +143,7 @@ def reached(works: dict[str, list[Row]]) -> str:
         ]
         kinds = [*speeds, *shares]
         counts.append(f"{sum(kinds)} of {len(kinds)} are reached {words}")
-    return ", ".join(counts[:2])
+    return ", ".join(counts)
 
 
 def agents_table(works: dict[str, list[Row]]) -> str:

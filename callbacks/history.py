@@ -33,10 +33,8 @@ class History:
             self._keep(lambda place: place <= now)
         elif source.env_step == 0:
             self._keep(lambda place: False)
-        else:
-            self._keep(
-                lambda place: place[0] <= source.env_step
-            )  # another fit of the module, which counts batches anew
+        else:  # another fit of the module, which counts batches anew
+            self._keep(lambda place: place[0] <= source.env_step)
 
     def add(self, trainer: Trainer, env_step: int, rows: Iterable[Mapping[str, Any]], again: bool = False) -> None:
         """Append rows; an evaluation that a resumed run repeats takes the place of the first.
@@ -67,10 +65,10 @@ class History:
             return
         # Only "\n" ends a line: texts hold other line breaks. A line without its end was cut off by a kill.
         *lines, _ = self._path.read_text(encoding="utf-8").split("\n")
-        places = (json.loads(line) for line in lines)
-        kept = [
-            line + "\n"
-            for line, place in zip(lines, places, strict=True)
-            if wanted((place["env_step"], place.get("batch", 0)))
-        ]
+        kept = [line + "\n" for line in lines if wanted(_place(json.loads(line)))]
         write_whole(self._path, lambda path: path.write_text("".join(kept), encoding="utf-8"))
+
+
+def _place(row: Mapping[str, Any]) -> tuple[int, int]:
+    """`env_step` and batch of a line."""
+    return row["env_step"], row.get("batch", 0)

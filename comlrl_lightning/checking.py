@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import TypeGuard
 
 
 def is_whole(value: object, minimum: int) -> bool:
@@ -11,7 +12,7 @@ def is_whole(value: object, minimum: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
-def is_finite(value: object) -> bool:
+def is_finite(value: object) -> TypeGuard[float]:
     """Whether it is a number that a float can hold, neither NaN nor infinite; booleans are no numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
@@ -45,7 +46,7 @@ def check_number(wanted: str, fits: Callable[[float], bool], owner: str = "", /,
         ValueError: If one is something else.
     """
     for name, value in values.items():
-        if not (isinstance(value, int | float) and is_finite(value) and fits(value)):
+        if not (is_finite(value) and fits(value)):
             raise _out_of_range(owner, name, value, wanted)
 
 

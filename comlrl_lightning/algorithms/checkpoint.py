@@ -232,6 +232,8 @@ def _is_same(saved: Any, current: Any) -> bool:
     """Whether two plain settings are equal; what a script defines is ``__main__``'s while it runs as a script."""
     if isinstance(saved, list) and isinstance(current, list):
         return len(saved) == len(current) and all(map(_is_same, saved, current))
+    if isinstance(saved, Mapping) and isinstance(current, Mapping):
+        return saved.keys() == current.keys() and all(_is_same(saved[key], current[key]) for key in saved)
     if isinstance(saved, str) and isinstance(current, str):
         for one, other in ((saved, current), (current, saved)):
             if one.startswith("__main__."):
@@ -242,7 +244,7 @@ def _is_same(saved: Any, current: Any) -> bool:
 def _difference(name: str, saved: Any, current: Any) -> tuple[str, Any, Any]:
     """The first part in which two plain settings of the same kind differ, by its dotted name."""
     if isinstance(saved, Mapping) and isinstance(current, Mapping) and saved.keys() == current.keys():
-        key = next(key for key in current if saved[key] != current[key])
+        key = next(key for key in current if not _is_same(saved[key], current[key]))
         return _difference(name if key == "init_args" else f"{name}.{key}", saved[key], current[key])
     return name, saved, current
 

@@ -225,6 +225,9 @@ class TestCheckpoint:
     def test_functions_of_a_script_are_the_same_when_it_is_imported(self) -> None:
         check_settings({"f": "__main__.reward", "g": ["a.b"]}, {"f": "scripts.train.reward", "g": ["a.b"]})
         check_settings({"f": ["a.ask", "b.ask"]}, {"f": ["__main__.ask", "b.ask"]})
+        check_settings({"f": {"func": "__main__.ask", "n": 1}}, {"f": {"func": "a.ask", "n": 1}})
+        with pytest.raises(ValueError, match=r"^f\.n=2 differs"):
+            check_settings({"f": {"func": "__main__.ask", "n": 1}}, {"f": {"func": "a.ask", "n": 2}})
         for saved, current in (("__main__.reward", "train.other"), ("a.reward", "b.reward"), ("a.ask", ["a.ask"])):
             with pytest.raises(ValueError, match=r"^f=.* differs"):
                 check_settings({"f": saved}, {"f": current})
