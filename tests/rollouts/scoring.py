@@ -7,8 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
+
 from comlrl_lightning.reward_function import RewardCall, RewardFunction
 from comlrl_lightning.rollouts.scoring import RewardWorkers
+from comlrl_lightning.rollouts.workers import _Worker
 
 Backend = Literal["thread", "process"]
 WAYS: list[tuple[int, Backend]] = [(0, "thread"), (1, "thread"), (3, "thread"), (2, "process")]
@@ -30,6 +33,20 @@ def score(
 ) -> list[list[list[float]]]:
     reward = RewardFunction(func, len(calls[0].completions), keywords.pop("processor", None))
     return RewardWorkers(*settings, **keywords).score(reward, calls).rows
+
+
+def limit_only(monkeypatch: pytest.MonkeyPatch, hangs: Callable[[RewardCall], bool]) -> None:
+    """Let the time limit hold for these calls alone: a busy machine makes no other one late."""
+    begin = _Worker.begin
+
+    def patched(worker: _Worker, index: int, call: RewardCall, seconds: float | None) -> None:
+        begin(worker, index, call, seconds if hangs(call) else None)
+
+    monkeypatch.setattr(_Worker, "begin", patched)
+
+
+def is_told_to_hang(call: RewardCall) -> bool:
+    return "hang" in call.item.get("do", "")
 
 
 def in_child(pid: int) -> bool:
