@@ -34,7 +34,7 @@ test: $(STAMP) ## Run the default tests: CPU, no network
 	$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
 
 test-slow: $(STAMP) ## Run the long tests: learning curves, resumes in other processes, several ranks
-	$(PYTEST) -m slow --timeout=1800 $(ARGS)
+	$(PYTEST) -m slow --timeout=3000 $(ARGS)
 
 check: lint types test ## Check format, lint and types, then run the default tests
 

@@ -16,6 +16,7 @@ from comlrl_lightning.rollouts.scoring import RewardWorkers
 from tests.faults.registry import Fault, Refused, faults
 from tests.rollouts.fakes import FakeTeam, make_collector
 from tests.rollouts.reward_functions import as_told
+from tests.rollouts.scoring import is_told_to_hang, limit_only
 
 AREA = "user functions"
 
@@ -167,7 +168,8 @@ def test_refused(fault: Refused, tmp_path: Path) -> None:
 @faults(
     Fault(AREA, "a reward hangs, and `reward_timeout_value` is given", "it earns the value, and others their rewards")
 )
-def test_hanging_calls_earn_the_value(fault: Fault) -> None:
+def test_hanging_calls_earn_the_value(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_only(monkeypatch, is_told_to_hang)
     collector = make_collector(FakeTeam(1), as_told, workers=RewardWorkers(2, "thread", 0.3, -1.0))
     items = [{"prompt": "p", "number": 5}, {"prompt": "p", "number": 6, "do": "hang"}]
     assert [node.rewards for node in collector.collect(items, [0, 1]).nodes] == [(5.0, 5.0), (-1.0, -1.0)]
