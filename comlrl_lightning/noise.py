@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 HINTS = ("litlogger", "litmodels")
 """Products that Lightning recommends at each start."""
@@ -13,6 +15,15 @@ WARNINGS = (
     r"The number of training batches .* is smaller than the logging interval",
 )
 """Warnings about Lightning itself, by the beginning of their text."""
+
+
+@contextmanager
+def without_noise() -> Iterator[None]:
+    """Silence what PEFT says about its own inner workings."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
+        yield
 
 
 def quiet_libraries() -> None:

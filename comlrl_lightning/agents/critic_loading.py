@@ -20,11 +20,11 @@ from comlrl_lightning.agents.loading import (
     load_tokenizer,
     lora_config,
     new_adapters,
-    without_noise,
 )
 from comlrl_lightning.agents.prompts import PromptEncoder
 from comlrl_lightning.agents.settings import LoraSettings, is_name
 from comlrl_lightning.agents.team import AgentTeam
+from comlrl_lightning.noise import without_noise
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +11,7 @@ from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
 from comlrl_lightning.agents.prompts import PromptEncoder
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase, TeamSettings, is_name
 from comlrl_lightning.assets import STORY_MODEL, story_model_path
+from comlrl_lightning.noise import without_noise
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -171,15 +169,6 @@ def new_adapters(base: PreTrainedModel, lora: LoraSettings, names: list[str]) ->
         for name in names[1:]:
             network.add_adapter(name, deepcopy(network.peft_config[names[0]]))
     return network
-
-
-@contextmanager
-def without_noise() -> Iterator[None]:
-    """Silence what PEFT says about its own inner workings."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
-        yield
 
 
 def lora_config(lora: LoraSettings) -> LoraConfig:
