@@ -213,13 +213,13 @@ def test_stop_strings_end_the_row_and_leave_its_text(backend: str) -> None:
 
 @pytest.mark.parametrize("make", ARCHITECTURES)
 def test_the_sampler_and_the_update_agree(make: Callable[[], PreTrainedModel]) -> None:
-    team = shared_team(make(), noise=0.02)
+    team = shared_team(make().double(), noise=0.02)
     for settings in (Sampling(12, temperature=0.5), Sampling(12, temperature=0.5, top_p=0.9, backend="transformers")):
         answers = flat(team.generate(requests(PROMPTS), settings))
         scores = team.log_probs(answers, temperature=0.5)
         for row, answer in enumerate(answers):
-            sampled = torch.tensor(answer.log_probs)
-            torch.testing.assert_close(scores.log_probs[row, : len(sampled)].detach(), sampled, rtol=1e-5, atol=1e-5)
+            sampled = torch.tensor(answer.log_probs, dtype=torch.float64)
+            torch.testing.assert_close(scores.log_probs[row, : len(sampled)].detach(), sampled, rtol=1e-6, atol=1e-6)
 
 
 def test_a_changed_adapter_changes_the_text_at_once() -> None:

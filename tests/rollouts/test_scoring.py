@@ -167,9 +167,14 @@ class TestErrors:
             score(lambda first: [1.0], calls_of({}, {}), num_workers)
 
     def test_ctrl_c(self) -> None:
-        threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+        def reward(first: list[str], batch_items: Any) -> list[float]:
+            if batch_items[0]["number"] == 1:
+                signal.raise_signal(signal.SIGINT)
+            time.sleep(HANG_SECONDS)
+            return []
+
         with pytest.raises(KeyboardInterrupt):
-            score(as_told, told("hang", "hang"), 2)
+            score(reward, calls_of({}, {}), 2)
 
     @pytest.mark.parametrize(
         ("settings", "message"),
