@@ -107,7 +107,8 @@ def ending(model: PreTrainedModel) -> PreTrainedModel:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("lora", [LoraSettings(), LoraSettings(use_dora=True)], ids=["grouped", "one by one"])
 def test_completions_are_the_same(make: Callable[[], PreTrainedModel], sampling: Sampling, lora: LoraSettings) -> None:
-    model = make().double()
+    # The others read everything anew, by the same steps; their masks of float64 are infinite in a softmax of float32.
+    model = make().double() if make in PLAIN else make()
     # Bloom and Falcon do not call their layers as the others do.
     lora = replace(lora, target_modules=["query_key_value"]) if make in (tiny_bloom, tiny_falcon) else lora
     team, prefixes = shared_team(ending(model), lora=lora), Prefixes()
