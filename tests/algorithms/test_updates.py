@@ -321,7 +321,8 @@ class TestNonfinite:
         assert not same(trace.weights[1][0], start[0])
 
     def test_the_count_is_logged(self) -> None:
-        trainer = fit(self.module(on_nonfinite="skip"), ITEMS[:1], 1)
+        with pytest.warns(UserWarning, match="An update was left out"):
+            trainer = fit(self.module(on_nonfinite="skip"), ITEMS[:1], 1)
         assert trainer.callback_metrics["nonfinite_updates"] == 1.0
 
 
