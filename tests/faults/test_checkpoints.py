@@ -158,6 +158,7 @@ def test_the_hash_is_of_what_counts() -> None:
 SECRET = "sk-3f9a77c0d1"
 
 
+@pytest.mark.filterwarnings(r"ignore:Trainer\(max_epochs=1\) ends inside a round")
 @faults(
     Fault(
         "checkpoints",
