@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import Trainer
 
 from comlrl_lightning import MAGRPO, LoraSettings, Sampling, Separate, SharedBase, TaskDataModule
+from comlrl_lightning.agents.fingerprints import config_hash
 from comlrl_lightning.algorithms import MADPO
-from comlrl_lightning.algorithms.bases import config_hash
 from comlrl_lightning.preferences.comparators import APIComparator
 from tests.algorithms.support import ITEMS, MAKERS, fit, make_trainer, tiny_agents, uneven_reward
 from tests.faults.registry import Fault, Refused, faults
