@@ -50,8 +50,10 @@ def load_adapters(base: PreTrainedModel, folders: Mapping[str, str], *, shared: 
     if not shared:
         _resize_vocabulary(base, weights)
     before = weights_sample(base.parameters())
+    named, config.base_model_name_or_path = config.base_model_name_or_path, None  # PEFT would comment on another one
     with without_noise(), _naming(first, folder):
         network = get_peft_model(base, config, adapter_name=first)
+    config.base_model_name_or_path = base.name_or_path or named
     _fill(network, first, folder, weights, before if shared else None, takes_rows=True)
     for name, path in others:
         load_adapter(network, name, path, shared=shared)
