@@ -249,7 +249,6 @@ def saved_by_peft(base: str, folder: Path, **settings: Any) -> str:
         ({"init_lora_weights": "olora"}, {}, "init_lora_weights='olora'"),
         ({}, {"init_lora_weights": "corda"}, "init_lora_weights='corda'"),
         ({}, {"init_lora_weights": "lora_ga"}, "init_lora_weights='lora_ga'"),
-        ({}, {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "init_lora_weights='loftq'"),
         ({"layer_replication": [(0, 2), (1, 2)]}, {}, "layer_replication"),
         ({}, {"bias": "all"}, "bias='all'"),
     ],

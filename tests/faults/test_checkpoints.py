@@ -47,6 +47,22 @@ def another_loaded_base(folder: Path) -> None:
     go_on(saved(folder, base), wider)
 
 
+def other_weights(folder: Path) -> None:
+    """As after `resize_token_embeddings`, which draws the rows of new tokens anew in each process."""
+    first, second = tiny_llama(), tiny_llama()
+    with torch.no_grad():
+        second.model.embed_tokens.weight[-1] += 1
+    bases = [SharedBase(model, num_agents=2, lora=LORA, tokenizer=tiny_tokenizer()) for model in (first, second)]
+    go_on(saved(folder, bases[0]), bases[1])
+
+
+def fewer_layers(folder: Path) -> None:
+    narrow = SharedBase(tiny_llama(), 2, lora=LoraSettings(2, target_modules=["q_proj"]), tokenizer=tiny_tokenizer())
+    MAGRPO.load_from_checkpoint(
+        saved(folder, SharedBase(tiny_llama(), 2, lora=LORA, tokenizer=tiny_tokenizer())), agents=narrow
+    )
+
+
 def another_family(folder: Path) -> None:
     path = saved(folder, two(tiny_llama(), tiny_llama()))
     MAGRPO.load_from_checkpoint(path, agents=two(tiny_qwen2(), tiny_llama()))
@@ -91,6 +107,18 @@ CASES = (
         "agent_0 was trained on a loaded model (LlamaForCausalLM, configuration ...), but here it stands on a loaded"
         " model (LlamaForCausalLM, configuration ...), where its weights mean nothing.",
         another_loaded_base,
+    ),
+    Refused(
+        "checkpoints",
+        "a loaded base whose rows of new tokens are other random ones",
+        "agent_0 was trained on a loaded model (LlamaForCausalLM, configuration ...), which has other weights here;",
+        other_weights,
+    ),
+    Refused(
+        "checkpoints",
+        "adapters on fewer layers, for an evaluation",
+        "The checkpoint holds 24 weights of agents that have no place here, the first is 'team.",
+        fewer_layers,
     ),
     Refused(
         "checkpoints",
