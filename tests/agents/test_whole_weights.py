@@ -210,7 +210,7 @@ def test_saved_adapters_find_their_base_from_anywhere(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained("./base")
-    given = {
+    given: dict[str, SharedBase | Separate] = {
         "named": SharedBase("base", 1, lora=LORA),
         "loaded": SharedBase(loaded, 1, lora=LORA, tokenizer=tiny_tokenizer()),
         "separate": Separate(["./base"], lora=LORA),

@@ -117,7 +117,7 @@ class MatricesOnly(torch.optim.SGD):
 
 
 def test_an_optimizer_for_matrices_trains_adapters() -> None:
-    module = make_module(optimizer=MatricesOnly, agent_learning_rate=0.1)
+    module = make_module(MAGRPO, optimizer=MatricesOnly, agent_learning_rate=0.1)
     module.configure_model()
     before = weights(module, 0)
     fit(module, ITEMS[:1])

@@ -117,7 +117,7 @@ CASES = (
     Refused(
         "checkpoints",
         "adapters on fewer layers, for an evaluation",
-        "The checkpoint holds 24 weights of agents that have no place here, the first is 'team.",
+        "The checkpoint holds 48 weights of agents that have no place here, the first is 'team.",
         fewer_layers,
     ),
     Refused(
