@@ -146,6 +146,8 @@ def _tokenizer(model_name: str | Any, tokenizer: str | Any | None) -> Any:
 def _load(name: str, model_kwargs: Mapping[str, Any], tokenizer: Any) -> Any:
     from transformers import AutoModelForSequenceClassification
 
+    from comlrl_lightning.agents.whole_weights import check_report
+
     loaded = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **model_kwargs)
     model, report = loaded
     if report["missing_keys"]:
@@ -153,6 +155,7 @@ def _load(name: str, model_kwargs: Mapping[str, Any], tokenizer: Any) -> Any:
             f"model_name={name} lacks the weights {sorted(report['missing_keys'])}, which would be random. "
             "Give a trained reward model."
         )
+    check_report(f"model_name={name}", model, report)
     config = model.config.get_text_config()
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

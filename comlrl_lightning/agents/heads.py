@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from comlrl_lightning.agents.adapter_folders import save_adapters
 from comlrl_lightning.agents.attention import HALF
 from comlrl_lightning.agents.critic_inputs import CriticReader
 from comlrl_lightning.agents.critic_settings import CriticSettings
 from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
-from comlrl_lightning.agents.team import AgentTeam, without_model_card
+from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.agents.together import run_together
+from comlrl_lightning.agents.whole_weights import check_values
 from comlrl_lightning.rollouts.types import Completion
 
 CriticType = Literal["v", "q"]
@@ -271,20 +273,25 @@ def load_head(head: Head, folder: str | Path) -> None:
     """Load the weights of a head from the folder of a critic or agent.
 
     Raises:
-        ValueError: There is none, or it has another shape.
+        ValueError: There is none, it is broken, or it has another shape.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     path = Path(folder, HEAD_FILE)
     if not path.is_file():
         raise ValueError(f"The critic folder {str(folder)!r} holds no {HEAD_FILE}. Use one that save_agents wrote.")
-    saved, own = load_file(path), head.state_dict()
+    try:
+        saved, own = load_file(path), head.state_dict()
+    except SafetensorError as error:
+        raise ValueError(f"The head in {str(path)!r} cannot be read: {error}. Give an intact one.") from error
     shapes = [{name: tuple(value.shape) for name, value in weights.items()} for weights in (saved, own)]
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"The head in {str(path)!r} has the shapes {shapes[0]}, this critic {shapes[1]}. "
             "Use the same model, hidden_size and number of values."
         )
+    check_values(f"The head in {str(path)!r}", saved)
     head.load_state_dict(saved)
 
 
@@ -307,8 +314,5 @@ def _save_body(body: CriticBody, target: Path) -> None:
         body.model.causal.save_pretrained(target)
     else:
         assert body.adapter == target.name, "PEFT names the folder after the adapter"
-        with without_model_card(target.parent):
-            adapters.network.save_pretrained(
-                str(target.parent), selected_adapters=[body.adapter], save_embedding_layers=False
-            )
+        save_adapters(adapters.network, [body.adapter], target.parent)
     body.model.tokenizer.save_pretrained(target)

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from comlrl_lightning.agents.adapter_folders import save_adapters
 from comlrl_lightning.agents.arrivals import Arrivals
 from comlrl_lightning.agents.generation import Finished, GenerationRequest, Row, RowFinished, Sampled, generate
 from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
@@ -174,7 +175,7 @@ class AgentTeam(nn.Module):
         stop = StopStrings(sampling.stop, speaker.tokenizer)
         if not all(map(math.isfinite, sampled.log_probs)):
             raise FloatingPointError(
-                f"agent_{request.agent} gives logits that are not finite. Lower the learning rate or use a wider dtype."
+                f"agent_{request.agent} gives logits that are not finite. {speaker.reason_not_finite()}"
             )
         ended = sampled.token_ids[-1] in speaker.end_ids or (bool(sampling.stop) and stop.reached(sampled.token_ids))
         return Completion(
@@ -281,11 +282,7 @@ class AgentTeam(nn.Module):
             if model.adapters is None:
                 model.causal.save_pretrained(Path(folder, names[0]))
             else:
-                with without_model_card(Path(folder)):
-                    # Adapters on the head are low-rank factors too: no need to write the whole head.
-                    model.adapters.network.save_pretrained(
-                        str(folder), selected_adapters=names, save_embedding_layers=False
-                    )
+                save_adapters(model.adapters.network, names, folder)
             for name in names:
                 model.tokenizer.save_pretrained(Path(folder, name))
 
@@ -300,18 +297,6 @@ class AgentTeam(nn.Module):
         finally:
             for module, mode in modes:
                 module.training = mode
-
-
-@contextmanager
-def without_model_card(folder: Path) -> Iterator[None]:
-    """Undo that PEFT writes a form about a model that nobody filled in next to the agents' folders."""
-    card = folder / "README.md"
-    former = card.read_bytes() if card.exists() else None
-    yield
-    if former is not None:
-        card.write_bytes(former)
-    else:
-        card.unlink(missing_ok=True)
 
 
 def _placed(values: Tensor, rows: Tensor, columns: Tensor, mask: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim.lr_scheduler import LRScheduler
 
 from comlrl_lightning.agents.adapters import REFERENCE
+from comlrl_lightning.agents.language_model import adapter_name
 from comlrl_lightning.algorithms.bases import bases_of, check_bases
 from comlrl_lightning.algorithms.hparams import to_plain
 from comlrl_lightning.distributed import gather_objects, rank, world_size
@@ -149,9 +150,22 @@ def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any], *, fittin
             f"The checkpoint lacks {len(missing)} of the weights that this module needs, the first is {missing[0]!r}."
             " Use the agents= settings that it was saved with."
         )
+    _check_places(module, checkpoint["state_dict"])
     module.env_step, module.update_step = state["env_step"], state["update_step"]
     module.last_log = tuple(state["last_log"])
     return state
+
+
+def _check_places(module: CooperativeModule, saved: Iterable[str]) -> None:
+    """Refuse a checkpoint with weights of agents' adapters that this module does not have."""
+    own = {name for name, _ in module.named_parameters()}
+    adapters = {adapter_name(agent) for agent in range(module.team_size)}
+    left_over = [name for name in saved if name not in own and not adapters.isdisjoint(name.split("."))]
+    if left_over:
+        raise ValueError(
+            f"The checkpoint holds {len(left_over)} weights of agents that have no place here, the first is"
+            f" {left_over[0]!r}. Use the agents= settings that it was saved with."
+        )
 
 
 def restore_run(module: CooperativeModule, state: Mapping[str, Any]) -> None:

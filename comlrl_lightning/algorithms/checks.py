@@ -89,7 +89,8 @@ def check_optimizer(optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory 
     for name, factory in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
         if factory is not None and not callable(factory):
             raise ValueError(f"{name}={factory!r} is not callable. Give a class or a function.")
-    trial = optimizer([{"params": [torch.nn.Parameter(torch.zeros(1))]}])
+    # A matrix, which optimizers for matrices take, too.
+    trial = optimizer([{"params": [torch.nn.Parameter(torch.zeros(1, 1))]}])
     if not isinstance(trial, Optimizer):
         raise ValueError(f"optimizer={optimizer!r} returns {type(trial).__name__}. Return a torch.optim.Optimizer.")
     parameter = inspect.signature(type(trial)).parameters.get("lr")

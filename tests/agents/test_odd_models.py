@@ -68,13 +68,13 @@ def openai_gpt() -> PreTrainedModel:
     return OpenAIGPTLMHeadModel(OpenAIGPTConfig(**SIZES, n_embd=32, n_layer=2, n_head=4, n_positions=64))
 
 
-TARGETS = {mamba: ["x_proj"], openai_gpt: ["c_attn"]}
+TARGETS = {bert: ["query"], mamba: ["x_proj"], openai_gpt: ["c_attn"]}
 ODD = [bart, bert, mamba, recurrent_gemma, openai_gpt]
 
 
 def build(make: Callable[[], PreTrainedModel], dtype: torch.dtype) -> AgentTeam:
     torch.manual_seed(0)
-    lora = LoraSettings(target_modules=TARGETS.get(make, ["q_proj", "query"]))
+    lora = LoraSettings(target_modules=TARGETS.get(make, ["q_proj"]))
     return AgentTeam.build(SharedBase(make().to(dtype), 1, lora=lora, tokenizer=tiny_tokenizer()))
 
 

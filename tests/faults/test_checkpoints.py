@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import Trainer
 
 from comlrl_lightning import MAGRPO, LoraSettings, Sampling, Separate, SharedBase, TaskDataModule
+from comlrl_lightning.agents.fingerprints import config_hash
 from comlrl_lightning.algorithms import MADPO
-from comlrl_lightning.algorithms.bases import config_hash
 from comlrl_lightning.preferences.comparators import APIComparator
 from tests.algorithms.support import ITEMS, MAKERS, fit, make_trainer, tiny_agents, uneven_reward
 from tests.faults.registry import Fault, Refused, faults
@@ -45,6 +45,22 @@ def another_loaded_base(folder: Path) -> None:
     wider = SharedBase(tiny_llama(rope_theta=5e5), num_agents=2, lora=LORA, tokenizer=tiny_tokenizer())
     base = SharedBase(tiny_llama(), num_agents=2, lora=LORA, tokenizer=tiny_tokenizer())
     go_on(saved(folder, base), wider)
+
+
+def other_weights(folder: Path) -> None:
+    """As after `resize_token_embeddings`, which draws the rows of new tokens anew in each process."""
+    first, second = tiny_llama(), tiny_llama()
+    with torch.no_grad():
+        second.model.embed_tokens.weight[-1] += 1
+    bases = [SharedBase(model, num_agents=2, lora=LORA, tokenizer=tiny_tokenizer()) for model in (first, second)]
+    go_on(saved(folder, bases[0]), bases[1])
+
+
+def fewer_layers(folder: Path) -> None:
+    narrow = SharedBase(tiny_llama(), 2, lora=LoraSettings(2, target_modules=["q_proj"]), tokenizer=tiny_tokenizer())
+    MAGRPO.load_from_checkpoint(
+        saved(folder, SharedBase(tiny_llama(), 2, lora=LORA, tokenizer=tiny_tokenizer())), agents=narrow
+    )
 
 
 def another_family(folder: Path) -> None:
@@ -91,6 +107,18 @@ CASES = (
         "agent_0 was trained on a loaded model (LlamaForCausalLM, configuration ...), but here it stands on a loaded"
         " model (LlamaForCausalLM, configuration ...), where its weights mean nothing.",
         another_loaded_base,
+    ),
+    Refused(
+        "checkpoints",
+        "a loaded base whose rows of new tokens are other random ones",
+        "agent_0 was trained on a loaded model (LlamaForCausalLM, configuration ...), which has other weights here;",
+        other_weights,
+    ),
+    Refused(
+        "checkpoints",
+        "adapters on fewer layers, for an evaluation",
+        "The checkpoint holds 48 weights of agents that have no place here, the first is 'team.",
+        fewer_layers,
     ),
     Refused(
         "checkpoints",
