@@ -40,6 +40,7 @@ from comlrl_lightning.algorithms.evaluating import TRAIN, Evaluations
 from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain, is_remark, to_plain
 from comlrl_lightning.algorithms.interrupts import TellWhatStopped
 from comlrl_lightning.algorithms.methods import ActorCritic, Method
+from comlrl_lightning.algorithms.optimization import IdleSteps
 from comlrl_lightning.algorithms.recording import (
     ForgetStep,
     record_collection,
@@ -105,7 +106,9 @@ class CooperativeModule(Evaluations):
         agent_learning_rate: One for all agents or one per agent. None: 1e-4 with LoRA, 5e-6 without.
         optimizer: Makes the optimizer from parameter groups, one per agent; without a learning rate of its own. None:
             AdamW.
-        lr_scheduler: Makes a learning-rate schedule that steps once per optimizer step. None: constant.
+        lr_scheduler: Makes a learning-rate schedule that steps once per optimizer step, as Lightning's ``max_steps``
+            counts them: also where a step has nothing to learn (all advantages are 0) or is left out (`on_nonfinite`),
+            so that no weight moves. None: constant.
         max_grad_norm: Largest gradient norm, per agent. None: no clipping.
         micro_batch_tokens: Padded tokens per forward and backward pass; changes memory and speed, never the result.
         logging_steps: At least so many env_steps, or optimizer steps where nothing is scored, lie between two training
@@ -201,6 +204,7 @@ class CooperativeModule(Evaluations):
     def _set_up_state(self) -> None:
         self.env_step = 0
         self.update_step = 0
+        self.idle_steps = IdleSteps()
         self.eval_seed: int | None = None
         self.rollouts: Rollouts | None = None
         self.buffer: list[CreditedNode] = []
@@ -282,6 +286,7 @@ class CooperativeModule(Evaluations):
         """Leave nothing of a stopped fit to another one; a resumed fit restores its own later."""
         self.buffer.clear()
         self.step_start = None
+        self.idle_steps = IdleSteps()
         self.training_metrics.pop()
         self.interface.reward.pop_parts()
 

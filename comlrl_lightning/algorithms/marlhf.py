@@ -114,12 +114,15 @@ class MARLHF(PreferenceModule):
             self._fit_reward_model(batch, phase, is_last)
         elif self.rounds.pairs and self.rounds.is_fitted:
             CooperativeModule._train_on(self, batch, is_last)
+        else:
+            self._idle_step()
 
     def _fit_reward_model(self, batch: TaskBatch, phase: Phase, is_last: bool) -> None:
         """One training step of an epoch that fits the reward model."""
         learner = self.reward_learner
         fitted, held_out = learner.split(self.rounds.pairs, self.seed)
         if not fitted:
+            self._idle_step()
             return
         if batch.start == phase.index == 0:
             optimizer = self.optimizers()
