@@ -26,6 +26,8 @@ from comlrl_lightning.algorithms.checkpoint import (
 from comlrl_lightning.algorithms.checks import (
     OptimizerFactory,
     SchedulerFactory,
+    check_batch,
+    check_data,
     check_kind,
     check_optimizer,
     check_precision,
@@ -53,13 +55,14 @@ from comlrl_lightning.checking import check_finite, check_share, check_whole
 from comlrl_lightning.collaboration import JointFormat
 from comlrl_lightning.data import TaskBatch
 from comlrl_lightning.distributed import meet, rank, sum_over_ranks, world_size
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.metrics import UNPARSED, MetricTable, evaluation_keys, training_keys
 from comlrl_lightning.rollouts.buffer import CreditedNode
 from comlrl_lightning.rollouts.collect import RolloutShape, TaskInterface
 from comlrl_lightning.rollouts.types import Rollouts
 
 
-class CooperativeModule(Evaluations):
+class CooperativeModule(Evaluations, KnownKeywords):
     """A team of language models that answers tasks together and learns from one shared reward.
 
     Args:
@@ -270,6 +273,7 @@ class CooperativeModule(Evaluations):
 
     @override
     def setup(self, stage: str) -> None:
+        check_data(self.trainer)
         self._resumed = None  # a fit that was refused after it had read its checkpoint may have left something
 
     @override
@@ -302,6 +306,7 @@ class CooperativeModule(Evaluations):
 
     @override
     def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
+        check_batch(batch)
         self.step_start = StepStart.of(self)
         # Lightning does not see the end of a stream that is shorter than `limit_train_batches`.
         is_last = self.trainer.is_last_batch or batch.is_last
