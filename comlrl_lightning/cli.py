@@ -8,12 +8,12 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
-from jsonargparse import set_parsing_settings
+from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
@@ -46,7 +46,31 @@ MISTAKES = (
 
 
 class CooperativeParser(LightningArgumentParser):
-    """Lightning's parser, whose errors end with their cause."""
+    """Lightning's parser, whose errors end with their cause, and whose defaults come last."""
+
+    has_settings = False
+    """Whether it reads settings itself and leaves them to no subcommand."""
+
+    @override
+    def parse_args(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        namespace: Namespace | None = None,
+        env: bool | None = None,
+        defaults: bool = True,
+        **kwargs: Any,
+    ) -> Namespace:
+        """Parse what is written alone and fill in defaults afterwards.
+
+        Done at once, a flag that changes a class would take the defaults of the file's class for settings of the file.
+        """
+        if not (self.has_settings and defaults):
+            return super().parse_args(args, namespace, env, defaults, **kwargs)
+        given = sys.argv[1:] if args is None else list(args)
+        printing = [one for one in given if one.partition("=")[0] == "--print_config"]
+        written = [one for one in given if one not in printing]
+        settings = super().parse_args(written, namespace, env, False, **kwargs)
+        return super().parse_args(printing, settings, env, True, **kwargs)
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -73,6 +97,11 @@ class CooperativeCLI(LightningCLI):
             args=args,
             run=run,
         )
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        assert isinstance(parser, CooperativeParser)
+        parser.has_settings = True
 
     @override
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:

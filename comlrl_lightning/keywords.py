@@ -24,11 +24,12 @@ class KnownKeywords:
         Raises:
             TypeError: If one is not.
         """
-        if kwargs and _is_ours(cls):
-            known = (*keywords_of(cls), *cls.explained_keywords())
+        kind: type = cls
+        if kwargs and _is_ours(kind):
+            known = (*keywords_of(kind), *cls.explained_keywords())
             for name in kwargs:
                 if name not in known:
-                    raise TypeError(f"{cls.__name__}({name}=...) has no such setting. {advice(name, cls)}")
+                    raise TypeError(f"{kind.__name__}({name}=...) has no such setting. {advice(name, kind)}")
         return super().__new__(cls)
 
     @classmethod
@@ -78,7 +79,9 @@ def _constructors(cls: type) -> Iterator[Any]:
 
 def _classes(cls: type) -> Iterator[type]:
     """The classes of this package that were imported so far, below a class, without those that others build on."""
-    for child in filter(_is_here, cls.__subclasses__()):
+    for child in cls.__subclasses__():
+        if not _is_here(child):
+            continue
         if not any(map(_is_here, child.__subclasses__())):
             yield child
         yield from _classes(child)
