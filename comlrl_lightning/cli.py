@@ -14,6 +14,7 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from jsonargparse import Namespace, set_parsing_settings
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
@@ -36,6 +37,8 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True, subclasses_enabl
 RUN_CONFIG = "run-config.yaml"
 """Where the folder of a run holds its whole configuration: a name that no file of the user is likely to have."""
 
+FLAGS = ("config", "trainer", "model", "data", "seed_everything", "ckpt_path", "output", "print_config", "help")
+"""What stands beside the settings of trainer, model and data."""
 MISTAKES = (
     (r"(?:Option '|unrecognized arguments: -*)([\w.]+)", "is not a setting"),
     (r"Expected a dot import path string: (\S+)", "is neither a known name nor an import path"),
@@ -189,7 +192,7 @@ def cause_of(message: str) -> str:
     """One sentence on what a long message of the parser comes from, with a name that may have been meant; or ``""``."""
     key = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
     if not key:
-        return ""
+        return cause_beside(message)
     if missing := re.findall(r"the following arguments are required: (.+)", message):
         return f"{key}: {missing[-1]} must be given. Add {flags(key, missing[-1])}, or a file with --config FILE."
     for pattern, meaning in MISTAKES:
@@ -200,6 +203,25 @@ def cause_of(message: str) -> str:
             close = difflib.get_close_matches(name.rpartition(".")[2], set(known_names()) - {name}, n=1)
             return f"{key}: {name} {meaning}. {f'Did you mean {close[0]}?' if close else 'Correct it.'}"
     return wrong_value(key, key.rpartition(".")[2], message)
+
+
+def cause_beside(message: str) -> str:
+    """The same where the setting is none of the model's."""
+    found = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
+    name = (
+        ".".join(found.groups())
+        if found
+        else next(iter(re.findall(r"unrecognized arguments: -+([\w.]+)", message)), "")
+    )
+    if not name:
+        return ""
+    *groups, last = name.split(".")
+    group = groups[-1] if groups else ""
+    kinds: dict[str, type] = {"data": TaskDataModule, "trainer": Trainer}
+    known = [*inspect.signature(kinds[group]).parameters] if group in kinds else FLAGS
+    close = difflib.get_close_matches(last, known, n=1)
+    where = f"{group}: " if group else ""
+    return f"{where}{last} is not a setting. {f'Did you mean {close[0]}?' if close else 'Leave it out.'}"
 
 
 def flags(key: str, names: str) -> str:
