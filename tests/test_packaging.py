@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dis
 import gc
 import re
 import shutil
@@ -14,9 +13,10 @@ import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType
 
 import pytest
+
+from tests.imported import imports
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "comlrl_lightning"
@@ -114,25 +114,6 @@ def test_tasks_import_neither_torch_nor_lightning() -> None:
     heavy = ["torch", "lightning"]
     code = f"import sys, comlrl_lightning.tasks.length_ratio; print([m for m in {heavy} if m in sys.modules])"
     assert run_python(code) == "[]\n"
-
-
-def imports(path: Path) -> set[str]:
-    """Full names of the modules that a file imports, wherever it does.
-
-    Out of its byte code: `ast.parse` of Python 3.11.7 ends with "AST constructor recursion depth mismatch" where a
-    garbage collection inside of it runs code, or lets another thread run code, that parses too.
-    """
-    names, module = set(), ""
-    codes = [compile(path.read_text(), path, "exec")]
-    for code in codes:
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        for instruction in dis.get_instructions(code):
-            if instruction.opname == "IMPORT_NAME":
-                module = instruction.argval
-                names.add(module)
-            elif instruction.opname == "IMPORT_FROM":
-                names.add(f"{module}.{instruction.argval}")
-    return names
 
 
 IMPORTING = """
