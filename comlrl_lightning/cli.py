@@ -207,7 +207,7 @@ def cause_of(message: str) -> str:
 
 def cause_beside(message: str) -> str:
     """The same where the setting is none of the model's."""
-    found = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
+    found = re.search(r"(?:Group|Subcommand) '([\w.]+)' does not accept option '([\w.]+)'", message)
     name = (
         ".".join(found.groups())
         if found
@@ -220,7 +220,7 @@ def cause_beside(message: str) -> str:
     kinds: dict[str, type] = {"data": TaskDataModule, "trainer": Trainer}
     known = [*inspect.signature(kinds[group]).parameters] if group in kinds else FLAGS
     close = difflib.get_close_matches(last, known, n=1)
-    where = f"{group}: " if group else ""
+    where = f"{group}: " if group in kinds else ""
     return f"{where}{last} is not a setting. {f'Did you mean {close[0]}?' if close else 'Leave it out.'}"
 
 

@@ -79,7 +79,8 @@ def _constructors(cls: type) -> Iterator[Any]:
 
 def _classes(cls: type) -> Iterator[type]:
     """The classes of this package that were imported so far, below a class, without those that others build on."""
-    for child in cls.__subclasses__():
+    children: list[type] = cls.__subclasses__()
+    for child in children:
         if not _is_here(child):
             continue
         if not any(map(_is_here, child.__subclasses__())):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -191,8 +191,10 @@ def check_data(trainer: Trainer) -> None:
     loop = trainer._active_loop
     if loop is None:
         return
-    loops = [loop, loop.epoch_loop.val_loop] if isinstance(loop, _FitLoop) else [loop]
-    for source in (one._data_source.instance for one in loops):
+    sources = [loop._data_source]
+    if isinstance(loop, _FitLoop):
+        sources.append(loop.epoch_loop.val_loop._data_source)
+    for source in (one.instance for one in sources):
         given = [*source] if isinstance(source, list) else [source]
         if not all(isinstance(one, LightningDataModule | LightningModule | TaskLoader | None) for one in given):
             raise ValueError(
@@ -281,20 +283,24 @@ def check_nodes(shape: RolloutShape, num_agents: int, max_nodes: int, min_genera
 def _smaller(shape: RolloutShape, num_agents: int, max_nodes: int, min_generations: int) -> list[str]:
     """Single changes after which a rollout would be small enough."""
 
-    def fits(**change: Any) -> bool:
-        return replace(shape, **change).num_nodes(num_agents) <= max_nodes
+    def num_nodes(name: str, value: Any) -> int:
+        change: dict[str, Any] = {name: value}
+        return replace(shape, **change).num_nodes(num_agents)
 
-    found = ["joint_mode='aligned'"] if shape.joint_mode == "cross" and fits(joint_mode="aligned") else []
+    def fits(name: str, value: Any) -> bool:
+        return num_nodes(name, value) <= max_nodes
+
+    found = ["joint_mode='aligned'"] if shape.joint_mode == "cross" and fits("joint_mode", "aligned") else []
     for name, fewest, given in (
         ("num_turns", 1, shape.num_turns),
         ("num_generations", min_generations, shape.num_generations),
     ):
-        num_fitting = bisect_left(range(fewest, given), True, key=lambda value, name=name: not fits(**{name: value}))
+        num_fitting = bisect_right(range(fewest, given), max_nodes, key=partial(num_nodes, name))
         if num_fitting:
             found.append(f"{name}={fewest + num_fitting - 1}")
     if not shape.trajectories:
-        found += ["MAREINFORCE(num_generations=1)"] if min_generations > 1 and fits(num_generations=1) else []
-        found += ["IAC or MAAC (whose nodes are num_generations * num_turns)"] if fits(trajectories=True) else []
+        found += ["MAREINFORCE(num_generations=1)"] if min_generations > 1 and fits("num_generations", 1) else []
+        found += ["IAC or MAAC (whose nodes are num_generations * num_turns)"] if fits("trajectories", True) else []
     return found
 
 

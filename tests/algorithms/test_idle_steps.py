@@ -89,7 +89,7 @@ class TestTheyCount:
 
 def test_momentum_moves_no_weight() -> None:
     # AdamW has momentum and weight decay after the first item; the second has equal rewards.
-    items = [{"prompt": "hi", "varies": True}, {"prompt": "there"}]
+    items: list[dict[str, Any]] = [{"prompt": "hi", "varies": True}, {"prompt": "there"}]
     short, long = (make_module(MAGRPO, reward_func=once, agent_learning_rate=0.1) for _ in range(2))
     assert fit(short, items[:1], 1).global_step == 1
     assert fit(long, items, 1).global_step == 2
