@@ -398,8 +398,8 @@ def test_messages_without_a_known_cause_stay_as_they_are() -> None:
             "marlhf_length_ratio",
             ["reward_model.model", "ModelCritic", "reward_model.model.model", "story-model"],
             # The adapter of the default, another class, must not come along.
-            "class_path: comlrl_lightning.ModelCritic\n        init_args:\n          model: story-model\n"
-            "          models: null\n          lora: null\n",
+            "class_path: comlrl_lightning.ModelCritic\n          init_args:\n            model: story-model\n"
+            "            models: null\n            lora: null\n",
         ),
         ("maac_length_ratio", ["critic", "ModelCritic", "critic.model", "story-model"], "lora: null"),
         ("madpo_rounds", ["comparator", "FrozenCopy", "replay", "NearestK", "replay.k", "2"], "k: 2"),
