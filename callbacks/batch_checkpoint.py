@@ -13,9 +13,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from comlrl_lightning.callbacks.support import batches_trained, check_count, is_rehearsal, run_folder
+from comlrl_lightning.keywords import KnownKeywords
 
 
-class BatchCheckpoint(Checkpoint):
+class BatchCheckpoint(Checkpoint, KnownKeywords):
     """Save a checkpoint every so many training batches, also while the rollout buffer fills.
 
     Lightning's `ModelCheckpoint` skips a save when no optimizer step happened since the last one; this one does not.

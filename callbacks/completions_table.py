@@ -20,10 +20,11 @@ from comlrl_lightning.callbacks.support import (
     rollout_source,
     run_folder,
 )
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.rollouts.types import Rollouts, prompt_text
 
 
-class CompletionsTable(Callback):
+class CompletionsTable(Callback, KnownKeywords):
     """Write the joint completions of every evaluation: to JSON lines, to Weights & Biases, and a few on screen.
 
     A line of the file (and a row of the W&B table ``eval/completions``) is one item at one turn: `env_step`, `index` of

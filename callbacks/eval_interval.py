@@ -14,11 +14,12 @@ from comlrl_lightning.callbacks.support import EVAL_PREFIX
 from comlrl_lightning.calls import short
 from comlrl_lightning.checking import is_whole
 from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.keywords import KnownKeywords
 
 NEVER = 10**9
 
 
-class EvalInterval(Callback):
+class EvalInterval(Callback, KnownKeywords):
     """Evaluate before the first batch that holds an item whose index in the epoch is a multiple of `interval`.
 
     Indices count the items of all ranks, in every kind of epoch, from 0: an evaluation comes first in each epoch.

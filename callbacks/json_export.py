@@ -20,9 +20,10 @@ from comlrl_lightning.callbacks.support import (
     rollout_source,
     write_whole,
 )
+from comlrl_lightning.keywords import KnownKeywords
 
 
-class JSONExport(Callback):
+class JSONExport(Callback, KnownKeywords):
     """Write each evaluation's metrics to a JSON file, and all of them to a history of JSON lines beside it.
 
     `path` holds the latest evaluation; the history has the same name with the suffix ``.jsonl`` and one line per

@@ -11,9 +11,10 @@ from typing_extensions import override
 
 from comlrl_lightning.callbacks.support import is_rehearsal, write_whole
 from comlrl_lightning.distributed import gather_objects
+from comlrl_lightning.keywords import KnownKeywords
 
 
-class JSONPredictions(Callback):
+class JSONPredictions(Callback, KnownKeywords):
     """Write what `Trainer.predict` samples as JSON lines, one record per item and turn, in the order of the items.
 
     Nothing is written in a `fast_dev_run`.

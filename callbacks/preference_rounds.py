@@ -11,10 +11,11 @@ from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from comlrl_lightning.callbacks.support import is_rehearsal, run_folder, write_whole
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.preferences.pairs import PreferencePair, Round, RoundSource
 
 
-class PreferenceRounds(Callback):
+class PreferenceRounds(Callback, KnownKeywords):
     """Write the pairs of each round as JSON when its collecting epoch is over: ``round_0001.json`` and so on.
 
     A file holds ``iteration`` (the round, from 1), ``num_pairs``, ``candidate_reward_mean`` and ``pairs``. Each pair

@@ -19,6 +19,7 @@ from comlrl_lightning.callbacks.support import (
 )
 from comlrl_lightning.checking import is_whole
 from comlrl_lightning.distributed import gather_objects
+from comlrl_lightning.keywords import KnownKeywords
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +28,7 @@ Points = dict[int, list[tuple[int, float]]]
 """Per turn, (`env_step`, mean reward) in order of time."""
 
 
-class RewardCurve(Callback):
+class RewardCurve(Callback, KnownKeywords):
     """Draw the mean reward of each training step and of each evaluation over `env_step`, one color per turn.
 
     The picture is drawn after each evaluation and when training ends, however it ends. An evaluation by the trainer

@@ -11,9 +11,10 @@ from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from comlrl_lightning.callbacks.support import batches_trained, check_count, is_rehearsal, rollout_source, run_folder
+from comlrl_lightning.keywords import KnownKeywords
 
 
-class SaveAgents(Callback):
+class SaveAgents(Callback, KnownKeywords):
     """Save the agents as standard PEFT or model folders with their tokenizers, one per agent.
 
     At the end of training ``folder/agent_0``, ``folder/agent_1``, ... are written. With `monitor` the best agents so

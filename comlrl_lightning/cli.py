@@ -8,12 +8,13 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
-from jsonargparse import set_parsing_settings
+from jsonargparse import Namespace, set_parsing_settings
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
@@ -36,6 +37,8 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True, subclasses_enabl
 RUN_CONFIG = "run-config.yaml"
 """Where the folder of a run holds its whole configuration: a name that no file of the user is likely to have."""
 
+FLAGS = ("config", "trainer", "model", "data", "seed_everything", "ckpt_path", "output", "print_config", "help")
+"""What stands beside the settings of trainer, model and data."""
 MISTAKES = (
     (r"(?:Option '|unrecognized arguments: -*)([\w.]+)", "is not a setting"),
     (r"Expected a dot import path string: (\S+)", "is neither a known name nor an import path"),
@@ -46,7 +49,31 @@ MISTAKES = (
 
 
 class CooperativeParser(LightningArgumentParser):
-    """Lightning's parser, whose errors end with their cause."""
+    """Lightning's parser, whose errors end with their cause, and whose defaults come last."""
+
+    has_settings = False
+    """Whether it reads settings itself and leaves them to no subcommand."""
+
+    @override
+    def parse_args(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        namespace: Namespace | None = None,
+        env: bool | None = None,
+        defaults: bool = True,
+        **kwargs: Any,
+    ) -> Namespace:
+        """Parse what is written alone and fill in defaults afterwards.
+
+        Done at once, a flag that changes a class would take the defaults of the file's class for settings of the file.
+        """
+        if not (self.has_settings and defaults):
+            return super().parse_args(args, namespace, env, defaults, **kwargs)
+        given = sys.argv[1:] if args is None else list(args)
+        printing = [one for one in given if one.partition("=")[0] == "--print_config"]
+        written = [one for one in given if one not in printing]
+        settings = super().parse_args(written, namespace, env, False, **kwargs)
+        return super().parse_args(printing, settings, env, True, **kwargs)
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -73,6 +100,11 @@ class CooperativeCLI(LightningCLI):
             args=args,
             run=run,
         )
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        assert isinstance(parser, CooperativeParser)
+        parser.has_settings = True
 
     @override
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -160,7 +192,7 @@ def cause_of(message: str) -> str:
     """One sentence on what a long message of the parser comes from, with a name that may have been meant; or ``""``."""
     key = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
     if not key:
-        return ""
+        return cause_beside(message)
     if missing := re.findall(r"the following arguments are required: (.+)", message):
         return f"{key}: {missing[-1]} must be given. Add {flags(key, missing[-1])}, or a file with --config FILE."
     for pattern, meaning in MISTAKES:
@@ -171,6 +203,25 @@ def cause_of(message: str) -> str:
             close = difflib.get_close_matches(name.rpartition(".")[2], set(known_names()) - {name}, n=1)
             return f"{key}: {name} {meaning}. {f'Did you mean {close[0]}?' if close else 'Correct it.'}"
     return wrong_value(key, key.rpartition(".")[2], message)
+
+
+def cause_beside(message: str) -> str:
+    """The same where the setting is none of the model's."""
+    found = re.search(r"(?:Group|Subcommand) '([\w.]+)' does not accept option '([\w.]+)'", message)
+    name = (
+        ".".join(found.groups())
+        if found
+        else next(iter(re.findall(r"unrecognized arguments: -+([\w.]+)", message)), "")
+    )
+    if not name:
+        return ""
+    *groups, last = name.split(".")
+    group = groups[-1] if groups else ""
+    kinds: dict[str, type] = {"data": TaskDataModule, "trainer": Trainer}
+    known = [*inspect.signature(kinds[group]).parameters] if group in kinds else FLAGS
+    close = difflib.get_close_matches(last, known, n=1)
+    where = f"{group}: " if group in kinds else ""
+    return f"{where}{last} is not a setting. {f'Did you mean {close[0]}?' if close else 'Leave it out.'}"
 
 
 def flags(key: str, names: str) -> str:

@@ -15,6 +15,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from comlrl_lightning.calls import UserFunction, qualified_name, short
 from comlrl_lightning.interface import checked_prompt
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.rollouts.types import Prompt, prompt_text
 
 
@@ -40,7 +41,7 @@ Collaboration = Literal["decentralized", "centralized"] | JointFormat
 
 
 @dataclass(frozen=True)
-class TaggedSections(JointFormat):
+class TaggedSections(JointFormat, KnownKeywords):
     """One section per agent, between an opening and a closing tag.
 
     A section starts at the first opening tag of its agent and ends at the next tag, whichever it is, or where the

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningDataModule
 from typing_extensions import override
 
 from comlrl_lightning.checking import is_whole
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.splits import Indexed, Split, imported, is_description, load
 
 
@@ -154,7 +155,7 @@ class SizedTaskLoader(TaskLoader):
         return -(-min(num_items, num_items if limit is None else limit) // step)
 
 
-class TaskDataModule(LightningDataModule):
+class TaskDataModule(LightningDataModule, KnownKeywords):
     """Task items for training and evaluation.
 
     A split is a `datasets.Dataset`, a `datasets.IterableDataset` or any sequence of dicts; or, as in YAML, a mapping of

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
+from comlrl_lightning.keywords import KnownKeywords
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -14,7 +16,7 @@ Template = str | Callable[[Mapping[str, Any], Sequence[str]], Any]
 """A text with fields, or a function of the task item and the `[N]` completions that returns a text or chat messages."""
 
 
-class RewardModel:
+class RewardModel(KnownKeywords):
     """Scores joint completions with a model that has a single-score classification head.
 
     It is used as it is: nothing trains, saves or casts it, and a loaded model stays where it is.

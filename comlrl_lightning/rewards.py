@@ -11,6 +11,7 @@ from typing import Any
 
 from comlrl_lightning.calls import Place, UserFunction, finite_floats
 from comlrl_lightning.checking import is_finite
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.reward_model import RewardModel
 
 __all__ = [
@@ -33,7 +34,7 @@ RewardProcessor = Callable[[float], float]
 
 
 @dataclass(frozen=True)
-class Scale:
+class Scale(KnownKeywords):
     """Multiplies each reward."""
 
     factor: float
@@ -48,7 +49,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Shift:
+class Shift(KnownKeywords):
     """Adds a constant to each reward."""
 
     value: float
@@ -63,7 +64,7 @@ class Shift:
 
 
 @dataclass(frozen=True)
-class Clip:
+class Clip(KnownKeywords):
     """Keeps each reward within bounds."""
 
     low: float
@@ -84,7 +85,7 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class Chain:
+class Chain(KnownKeywords):
     """Applies several processors, the first one first."""
 
     processors: Sequence[RewardProcessor]
@@ -137,7 +138,7 @@ _COLLECTING: ContextVar[tuple[WeightedRewards, list[PartSums]] | None] = Context
 """Whose calls, in this thread, leave their parts in a list."""
 
 
-class WeightedRewards:
+class WeightedRewards(KnownKeywords):
     """A weighted sum of several rewards that remembers the mean of each part.
 
     Args:

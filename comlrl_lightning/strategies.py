@@ -18,11 +18,12 @@ from comlrl_lightning.agents.heads import CriticTeam
 from comlrl_lightning.agents.settings import Separate
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.algorithms.cooperative import CooperativeModule
+from comlrl_lightning.keywords import KnownKeywords
 
 Device = str | torch.device
 
 
-class AgentParallel(SingleDeviceStrategy):
+class AgentParallel(SingleDeviceStrategy, KnownKeywords):
     """Trains ``agents=Separate(...)`` with each model on a device of its own, all in one process.
 
     Rollouts, scores and updates of the agents run at the same time, in a thread per model, and change no result: what

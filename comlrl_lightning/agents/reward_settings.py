@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic
 from comlrl_lightning.agents.settings import is_name
 from comlrl_lightning.checking import check_number, check_whole
+from comlrl_lightning.keywords import KnownKeywords
 
 REWARD_MODEL = "reward_model"
 """Name of the reward model's adapter, of its parameter group and of its folder."""
 
 
 @dataclass(frozen=True)
-class JointRewardModel:
+class JointRewardModel(KnownKeywords):
     """A model that reads what all agents were asked and answered, and says how good their answers are together.
 
     It is fitted to pairs, so that the better joint completion of each gets the larger score

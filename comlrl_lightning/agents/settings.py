@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from comlrl_lightning.checking import check_number, check_whole
+from comlrl_lightning.keywords import KnownKeywords
 
 Reference = Literal["auto", "base", "initial"]
 
@@ -43,7 +44,7 @@ def is_name(model: object) -> bool:
 
 
 @dataclass(frozen=True)
-class LoraSettings:
+class LoraSettings(KnownKeywords):
     """A low-rank adapter, as PEFT's `LoraConfig` understands it."""
 
     rank: int = 16
@@ -81,7 +82,7 @@ class LoraSettings:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(KnownKeywords):
     """How completions are drawn."""
 
     max_new_tokens: int = 256
@@ -119,7 +120,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeamSettings:
+class TeamSettings(KnownKeywords):
     """What both kinds of team have in common."""
 
     dtype: str | None = None

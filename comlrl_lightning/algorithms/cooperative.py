@@ -26,6 +26,8 @@ from comlrl_lightning.algorithms.checkpoint import (
 from comlrl_lightning.algorithms.checks import (
     OptimizerFactory,
     SchedulerFactory,
+    check_batch,
+    check_data,
     check_kind,
     check_optimizer,
     check_precision,
@@ -40,6 +42,7 @@ from comlrl_lightning.algorithms.evaluating import TRAIN, Evaluations
 from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain, is_remark, to_plain
 from comlrl_lightning.algorithms.interrupts import TellWhatStopped
 from comlrl_lightning.algorithms.methods import ActorCritic, Method
+from comlrl_lightning.algorithms.optimization import IdleSteps
 from comlrl_lightning.algorithms.recording import (
     ForgetStep,
     record_collection,
@@ -52,13 +55,14 @@ from comlrl_lightning.checking import check_finite, check_share, check_whole
 from comlrl_lightning.collaboration import JointFormat
 from comlrl_lightning.data import TaskBatch
 from comlrl_lightning.distributed import meet, rank, sum_over_ranks, world_size
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.metrics import UNPARSED, MetricTable, evaluation_keys, training_keys
 from comlrl_lightning.rollouts.buffer import CreditedNode
 from comlrl_lightning.rollouts.collect import RolloutShape, TaskInterface
 from comlrl_lightning.rollouts.types import Rollouts
 
 
-class CooperativeModule(Evaluations):
+class CooperativeModule(Evaluations, KnownKeywords):
     """A team of language models that answers tasks together and learns from one shared reward.
 
     Args:
@@ -105,7 +109,9 @@ class CooperativeModule(Evaluations):
         agent_learning_rate: One for all agents or one per agent. None: 1e-4 with LoRA, 5e-6 without.
         optimizer: Makes the optimizer from parameter groups, one per agent; without a learning rate of its own. None:
             AdamW.
-        lr_scheduler: Makes a learning-rate schedule that steps once per optimizer step. None: constant.
+        lr_scheduler: Makes a learning-rate schedule that steps once per optimizer step, as Lightning's ``max_steps``
+            counts them: also where a step has nothing to learn (all advantages are 0) or is left out (`on_nonfinite`),
+            so that no weight moves. None: constant.
         max_grad_norm: Largest gradient norm, per agent. None: no clipping.
         micro_batch_tokens: Padded tokens per forward and backward pass; changes memory and speed, never the result.
         logging_steps: At least so many env_steps, or optimizer steps where nothing is scored, lie between two training
@@ -201,6 +207,7 @@ class CooperativeModule(Evaluations):
     def _set_up_state(self) -> None:
         self.env_step = 0
         self.update_step = 0
+        self.idle_steps = IdleSteps()
         self.eval_seed: int | None = None
         self.rollouts: Rollouts | None = None
         self.buffer: list[CreditedNode] = []
@@ -266,6 +273,7 @@ class CooperativeModule(Evaluations):
 
     @override
     def setup(self, stage: str) -> None:
+        check_data(self.trainer)
         self._resumed = None  # a fit that was refused after it had read its checkpoint may have left something
 
     @override
@@ -282,6 +290,7 @@ class CooperativeModule(Evaluations):
         """Leave nothing of a stopped fit to another one; a resumed fit restores its own later."""
         self.buffer.clear()
         self.step_start = None
+        self.idle_steps = IdleSteps()
         self.training_metrics.pop()
         self.interface.reward.pop_parts()
 
@@ -297,6 +306,7 @@ class CooperativeModule(Evaluations):
 
     @override
     def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
+        check_batch(batch)
         self.step_start = StepStart.of(self)
         # Lightning does not see the end of a stream that is shorter than `limit_train_batches`.
         is_last = self.trainer.is_last_batch or batch.is_last

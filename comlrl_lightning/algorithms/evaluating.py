@@ -8,6 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from comlrl_lightning.agents.settings import Sampling
+from comlrl_lightning.algorithms.checks import check_batch
 from comlrl_lightning.algorithms.recording import (
     prediction,
     record_final_rewards,
@@ -69,8 +70,6 @@ class Evaluations(BufferedUpdates):
             sampler: Who answers; None: the team.
             interface: The user's functions; None: those of the module.
         """
-        if not isinstance(batch, TaskBatch):
-            raise ValueError(f"A batch is {type(batch).__name__}, not task items. Give the trainer a TaskDataModule.")
         seed = self.eval_seed if stage in (EVALUATE, PREDICT) and self.eval_seed is not None else self.seed
         key = (seed, stage, 0 if stage in (EVALUATE, PREDICT) else batch.epoch)
         collector = Collector(
@@ -97,6 +96,7 @@ class Evaluations(BufferedUpdates):
 
     @override
     def validation_step(self, batch: TaskBatch, batch_idx: int) -> None:
+        check_batch(batch)
         rollouts = self._collect(batch, EVALUATE, self.eval_sampling, self._single_path)
         self._evaluated.append(rollouts)
         self._gathered = None
@@ -143,6 +143,7 @@ class Evaluations(BufferedUpdates):
 
     @override
     def predict_step(self, batch: TaskBatch, batch_idx: int) -> list[dict[str, Any]]:
+        check_batch(batch)
         rollouts = self._collect(batch, PREDICT, self.eval_sampling, self._single_path)
         self.interface.reward.pop_parts()  # predictions are no part of the next log
         meet()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -29,6 +28,7 @@ from comlrl_lightning.algorithms.reward_learner import LearnedReward, Moments, R
 from comlrl_lightning.algorithms.rounds import Phase, Schedule
 from comlrl_lightning.data import TaskBatch
 from comlrl_lightning.distributed import rank, sum_over_ranks
+from comlrl_lightning.keywords import keywords_of
 from comlrl_lightning.metrics import preference_keys
 from comlrl_lightning.rollouts.buffer import CreditedNode
 from comlrl_lightning.rollouts.collect import TaskInterface
@@ -64,7 +64,7 @@ class MARLHF(PreferenceModule):
         preference_scoring: Literal["task", "reward_model"] = "task",
         **kwargs: Any,
     ) -> None:
-        for name in (*signature(CriticFree).parameters, *signature(ActorCritic).parameters):
+        for name in self.explained_keywords():
             if name in kwargs:
                 raise ValueError(f"MARLHF({name}=...) is a setting of policy=. Give it to CriticFree or ActorCritic.")
         super().__init__(*args, **kwargs)
@@ -81,6 +81,11 @@ class MARLHF(PreferenceModule):
                 "policy='MAREINFORCE' has no baseline, and a reward model's scores no zero: with"
                 " reward_model.standardize=False all answers might be pushed up. Use standardize=True."
             )
+
+    @override
+    @classmethod
+    def explained_keywords(cls) -> tuple[str, ...]:
+        return *keywords_of(CriticFree), *keywords_of(ActorCritic)
 
     @override
     def _set_up_metrics(self, extra: Sequence[str] = ()) -> None:
@@ -114,12 +119,15 @@ class MARLHF(PreferenceModule):
             self._fit_reward_model(batch, phase, is_last)
         elif self.rounds.pairs and self.rounds.is_fitted:
             CooperativeModule._train_on(self, batch, is_last)
+        else:
+            self._idle_step()
 
     def _fit_reward_model(self, batch: TaskBatch, phase: Phase, is_last: bool) -> None:
         """One training step of an epoch that fits the reward model."""
         learner = self.reward_learner
         fitted, held_out = learner.split(self.rounds.pairs, self.seed)
         if not fitted:
+            self._idle_step()
             return
         if batch.start == phase.index == 0:
             optimizer = self.optimizers()

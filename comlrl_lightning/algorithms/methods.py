@@ -17,6 +17,7 @@ from comlrl_lightning.algorithms.critic_learner import ActorCriticLearner
 from comlrl_lightning.algorithms.learners import GroupRelativeLearner, Learner
 from comlrl_lightning.algorithms.settings import PolicySettings, ValueSettings
 from comlrl_lightning.functional import Baseline
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.metrics import MetricTable
 from comlrl_lightning.rollouts.collect import RolloutShape
 
@@ -31,7 +32,7 @@ BASELINES: dict[str, Baseline] = {
 """What each critic-free algorithm subtracts from a return."""
 
 
-class Method(ABC):
+class Method(ABC, KnownKeywords):
     """How a policy learns from rewards, whichever module drives it."""
 
     algorithm: str
@@ -123,7 +124,8 @@ class CriticFree(Method):
                 " Use num_generations >= 2, or MAREINFORCE."
             )
         check_sampling(self.algorithm, sampling, refuse=self.baseline == "none")
-        check_nodes(shape, num_agents, max_nodes)
+        one_is_enough = self.baseline == "none" and self.advantage_normalization != "batch"
+        check_nodes(shape, num_agents, max_nodes, min_generations=1 if one_is_enough else 2)
 
     @override
     def learner(

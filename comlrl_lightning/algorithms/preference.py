@@ -256,7 +256,7 @@ class PreferenceModule(CooperativeModule):
         is_last: bool,
         batch_size: int | None,
     ) -> None:
-        """Optimizer steps on this training step's share of the pairs, none where it is empty.
+        """Optimizer steps on this training step's share of the pairs, none where it is empty, one idle without pairs.
 
         Args:
             learner: Whose loss.
@@ -266,6 +266,9 @@ class PreferenceModule(CooperativeModule):
             is_last: Whether it ends here.
             batch_size: Pairs per optimizer step over all ranks; None: the whole share.
         """
+        if not pairs:
+            self._idle_step()
+            return
         started = time.perf_counter()
         kinds = ("collect", "reward", "learn")
         ordered = shuffled(pairs, (self.seed, COMPARE, phase.round, kinds.index(phase.kind), phase.index))

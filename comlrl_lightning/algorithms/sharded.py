@@ -16,9 +16,10 @@ from comlrl_lightning.agents.sharding import shard_frozen
 from comlrl_lightning.algorithms.updating import BufferedUpdates
 from comlrl_lightning.checking import check_number
 from comlrl_lightning.distributed import meet_by
+from comlrl_lightning.keywords import KnownKeywords
 
 
-class ShardedParallel(ModelParallelStrategy):
+class ShardedParallel(ModelParallelStrategy, KnownKeywords):
     """Trains like ``strategy="ddp"``, with the frozen weights of decoder layers divided among the processes (FSDP2).
 
     A layer's weights come together while it computes, at every token of a rollout, too: slower than ``"ddp"``, and for

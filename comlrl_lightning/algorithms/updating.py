@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol, TypeVar
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
@@ -24,10 +23,16 @@ from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.algorithms.checks import OptimizerFactory, SchedulerFactory
 from comlrl_lightning.algorithms.hparams import from_plain
 from comlrl_lightning.algorithms.learners import Learner
-from comlrl_lightning.algorithms.optimization import average_gradients, clip_gradients, nonfinite_on_any_rank
+from comlrl_lightning.algorithms.optimization import (
+    IdleSteps,
+    average_gradients,
+    clip_gradients,
+    nonfinite_on_any_rank,
+)
 from comlrl_lightning.algorithms.settings import PolicySettings, UpdateSettings
 from comlrl_lightning.distributed import max_over_ranks, sum_over_ranks, world_size
 from comlrl_lightning.metrics import MetricTable, group_key
+from comlrl_lightning.preferences.pairs import shuffled
 from comlrl_lightning.rollouts.buffer import CreditedNode
 
 R = TypeVar("R", contravariant=True)
@@ -76,6 +81,8 @@ class BufferedUpdates(LightningModule):
     seed: int
     env_step: int
     update_step: int
+    """Optimizer steps that changed weights; Lightning's `global_step` counts the others, too."""
+    idle_steps: IdleSteps
     num_agents: int
     num_turns: int
     team: AgentTeam
@@ -146,14 +153,11 @@ class BufferedUpdates(LightningModule):
 
     def _order(self, num_nodes: int, inner_epoch: int) -> list[int]:
         """Order of the nodes in one pass over the buffer, from its own random stream."""
-        generator = torch.Generator().manual_seed(hash((self.seed, self.env_step, inner_epoch)) % 2**63)
-        return torch.randperm(num_nodes, generator=generator).tolist()
+        return shuffled(range(num_nodes), (self.seed, self.env_step, inner_epoch))
 
     def _optimizer_step(self, learner: StepLearner[R, S], rows: Sequence[R]) -> None:
         """One step of the optimizer on a mini-batch of this rank's rows, which may be empty."""
-        optimizer = self.optimizers()
-        assert isinstance(optimizer, LightningOptimizer)
-        optimizer.zero_grad(set_to_none=True)
+        optimizer = self._emptied_optimizer()
         stats = learner.new_stats()
         for loss in learner.losses(rows, stats):
             self._backward(loss)
@@ -162,14 +166,31 @@ class BufferedUpdates(LightningModule):
         active = average_gradients(list(groups.values()), len(rows), [name in here for name in groups])
         moving = {name: group for (name, group), moves in zip(groups.items(), active, strict=True) if moves}
         if moving and not self._clip(moving, stats):
+            self._count_step(self._emptied_optimizer(), moves=False)
             return
         stats.record(self.training_metrics, len(rows))
-        if moving:
-            optimizer.step()
-            self.update_step += 1
-            scheduler = self.lr_schedulers()
-            if isinstance(scheduler, LRScheduler):
-                scheduler.step()
+        self._count_step(optimizer, moves=bool(moving))
+        self.idle_steps.count(is_idle=not moving)
+
+    def _idle_step(self) -> None:
+        """The step of a mini-batch that has nothing to learn from. Call it on every rank."""
+        self._count_step(self._emptied_optimizer(), moves=False)
+        self.idle_steps.count(is_idle=True)
+
+    def _count_step(self, optimizer: LightningOptimizer, *, moves: bool) -> None:
+        """Step optimizer and schedule. Without gradients no weight moves, momentum or not, but Lightning counts."""
+        optimizer.step()
+        self.update_step += moves
+        scheduler = self.lr_schedulers()
+        if isinstance(scheduler, LRScheduler):
+            scheduler.step()
+
+    def _emptied_optimizer(self) -> LightningOptimizer:
+        """The optimizer, whose parameters have no gradients."""
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, LightningOptimizer)
+        optimizer.zero_grad(set_to_none=True)
+        return optimizer
 
     def _backward(self, loss: Tensor) -> None:
         """Gradients of this rank alone; `average_gradients` adds the ranks once per optimizer step."""

@@ -23,6 +23,7 @@ from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.agents.weights import borrowed_weights, weights_of
 from comlrl_lightning.checking import check_whole
 from comlrl_lightning.collaboration import Collaboration
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.preferences.api import Answer, HTTPChat, Messages, complete_all, messages_of, wait_unless
 from comlrl_lightning.preferences.foreign import ForeignSampler, SectionCounts, generation_format, same_tokens
 from comlrl_lightning.preferences.providers import PROVIDERS
@@ -33,7 +34,7 @@ TAG_TOKENS = 16
 """What the tags of one agent's section may take of a joint completion, beside its answer."""
 
 
-class Comparator(ABC):
+class Comparator(ABC, KnownKeywords):
     """Answers the prompts of the agents, for comparison.
 
     Settings are arguments; whatever changes during a run is in `state_dict`.

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from comlrl_lightning.agents.sampling import generator_of
 from comlrl_lightning.checking import check_whole
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.preferences.pairs import PreferencePair, Round
 
 
@@ -73,7 +74,7 @@ def draw_pairs(
     return [drawn[index] for index in generator.permutation(len(drawn))]
 
 
-class Replay(ABC):
+class Replay(ABC, KnownKeywords):
     """Chooses the pairs that a round learns from."""
 
     @property

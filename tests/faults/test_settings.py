@@ -168,7 +168,9 @@ ALGORITHMS = (
     Refused(
         "algorithms",
         "a tree of more nodes than anybody waits for",
-        "num_turns=9 with num_generations=4 ... nodes per task item, above max_nodes=4096. Use fewer turns",
+        "num_turns=9 with num_generations=4 ... nodes per task item, above max_nodes=4096. Use num_turns=6,"
+        " num_generations=2, MAREINFORCE(num_generations=1), IAC or MAAC (whose nodes are"
+        " num_generations * num_turns) or a larger max_nodes.",
         lambda _: make(num_turns=9, external_transition=lambda agent_completions: agent_completions),
     ),
     Refused(
