@@ -34,10 +34,17 @@ from comlrl_lightning.algorithms.checks import (
     check_uncompiled,
     learning_rates,
 )
-from comlrl_lightning.algorithms.construction import task_interface, team_settings
+from comlrl_lightning.algorithms.construction import FUNCTION_ARGUMENTS, task_interface, team_settings
 from comlrl_lightning.algorithms.critic_learner import ActorCriticLearner
 from comlrl_lightning.algorithms.evaluating import TRAIN, Evaluations
-from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain, is_remark, to_plain
+from comlrl_lightning.algorithms.hparams import (
+    callable_from_plain,
+    from_plain,
+    functions_not_held,
+    not_held,
+    refuse,
+    to_plain,
+)
 from comlrl_lightning.algorithms.interrupts import TellWhatStopped
 from comlrl_lightning.algorithms.methods import ActorCritic, Method
 from comlrl_lightning.algorithms.recording import (
@@ -161,6 +168,9 @@ class CooperativeModule(Evaluations):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         self.save_hyperparameters(to_plain(given))
+        functions = {name: value for name, value in given.items() if name in FUNCTION_ARGUMENTS}
+        others = {name: given[name] for name in ("agents", "sampling", "eval_sampling", "collaboration")}
+        refuse({**not_held(**others), **functions_not_held(**functions)})
         self.automatic_optimization = False
         self.strict_loading = False  # frozen weights are not in checkpoints; `on_load_checkpoint` checks the rest
         self.agents: SharedBase | Separate = from_plain("agents", agents)
@@ -191,7 +201,7 @@ class CooperativeModule(Evaluations):
         self._given_rates = learning_rates(agent_learning_rate, self.team_size)
         factories = {"optimizer": optimizer or torch.optim.AdamW, "lr_scheduler": lr_scheduler}
         # What a checkpoint could not hold is missed by the next fit only, not by an evaluation.
-        self.missing_factories = {name: factory for name, factory in factories.items() if is_remark(factory)}
+        self.missing_factories = functions_not_held(**factories)
         self.optimization: dict[str, Any] = {}
         if not self.missing_factories:
             self.optimizer = callable_from_plain("optimizer", factories["optimizer"])
