@@ -167,9 +167,8 @@ class TestRewardValues:
     @pytest.mark.parametrize(
         ("values", "problem"),
         [
-            ([1.0, True], "gave True .* not a number"),
-            ([np.True_, 1.0], "not a number"),
-            (torch.tensor([True, False]), "gave True"),
+            ([1e300, 1.0], r"gave 1e\+300 .* beyond 3.40e\+38, .* Return smaller rewards"),
+            (np.array([1.0, -1e40]), r"gave -1e\+40"),
             ([None, 1.0], "gave None"),
             (["1.0", 1.0], "gave '1.0'"),
             ([1.0, 1j], "gave 1j"),

@@ -29,6 +29,7 @@ KEY = "comlrl_lightning"
 FIXED_SETTINGS = (
     "agents",
     "reward_processor",
+    "reward_none",
     "external_prompt_passthrough",
     "collaboration",
     "num_turns",
@@ -236,7 +237,7 @@ def _is_same(saved: Any, current: Any) -> bool:
         return saved.keys() == current.keys() and all(_is_same(saved[key], current[key]) for key in saved)
     if isinstance(saved, str) and isinstance(current, str):
         if is_remark(saved) and is_remark(current):
-            saved, current = saved[1:], current[1:]
+            return _is_same(saved.removeprefix("<"), current.removeprefix("<"))
         for one, other in ((saved, current), (current, saved)):
             if one.startswith("__main__."):
                 return other.endswith(one.removeprefix("__main__"))

@@ -91,6 +91,13 @@ class CooperativeModule(Evaluations):
             and replaced; a ``"thread"`` cannot be, and stays behind. None: no limit.
         reward_timeout_value: Reward, before `reward_processor`, of all joint completions of such a call instead of the
             error; their number is logged as ``reward_timeouts``.
+        reward_none: What a reward of None means. ``"error"``: it stops the run. ``"skip"``: its joint completion is
+            left out of its group as if it had not been sampled. Baselines, normalization, weights, `env_step` and logs
+            then know the others alone (rewards 1, None and 4 have the mean 2.5). A completion is left out with the last
+            joint completion that holds it: in ``"cross"`` mode it stays while one of its combinations has a reward.
+            Where all joint completions that follow one are left out, its return is unknown, and it is left out, too;
+            so are an actor-critic's trajectory with None at any turn, an evaluated item likewise, and an item without
+            any reward. Preferences pair what is left. Predictions keep None. The number is logged as ``left_out``.
         num_turns: T, the largest number of turns per task item.
         num_generations: K, completions per agent and node, on each rank.
         discount: Factor per turn of later rewards in a return, from 0 to 1.
@@ -141,6 +148,7 @@ class CooperativeModule(Evaluations):
         reward_backend: Literal["thread", "process"] = "thread",
         reward_timeout_seconds: float | None = None,
         reward_timeout_value: float | None = None,
+        reward_none: Literal["error", "skip"] = "error",
         num_turns: int = 1,
         num_generations: int = 4,
         discount: float = 1.0,
