@@ -91,6 +91,11 @@ class UserFunction:
         if inspect.isclass(func):
             name = qualified_name(func)
             raise ValueError(f"{argument}={name} is a class. Give an object of it, {func.__name__}(...).")
+        if _is_async(func):
+            raise ValueError(
+                f"{argument}={qualified_name(func)} is an async function, and what it returns would have to be awaited."
+                f" Give a function that runs it, for example one that returns asyncio.run(...)."
+            )
         self.func = func
         self.label = f"{argument}={qualified_name(func)}"
         self.keywords = self._read(num_positional, keywords, passes)
@@ -128,7 +133,7 @@ class UserFunction:
         """Call the function; an exception of it keeps its type and traceback and gets a note."""
         chosen = {name: value for name, value in keywords.items() if name in self.keywords}
         try:
-            return self.func(*args, **chosen)
+            result = self.func(*args, **chosen)
         except StopIteration as error:  # a training loop would take it for its own end and stop in silence
             raise RuntimeError(
                 f"{self.label} raised StopIteration for {place}. Catch it, or give next() a default."
@@ -136,6 +141,16 @@ class UserFunction:
         except Exception as error:
             error.add_note(f"Raised in {self.label} for {place}.")
             raise
+        if inspect.iscoroutine(result):
+            result.close()
+            raise ValueError(f"{self.label} returned a coroutine for {place}. Give a function that runs it to its end.")
+        return result
+
+
+def _is_async(func: Callable[..., Any]) -> bool:
+    """Whether a call gives something to await or to iterate over with ``async for``."""
+    called = func if inspect.isroutine(func) or isinstance(func, functools.partial) else type(func).__call__
+    return inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)
 
 
 def qualified_name(func: Callable[..., Any]) -> str:

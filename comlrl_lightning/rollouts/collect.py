@@ -13,6 +13,7 @@ from comlrl_lightning.agents.arrivals import Arrivals
 from comlrl_lightning.agents.generation import Finished, GenerationRequest
 from comlrl_lightning.agents.prefixes import Prefixes
 from comlrl_lightning.agents.settings import Sampling
+from comlrl_lightning.calls import Place
 from comlrl_lightning.checking import check_whole
 from comlrl_lightning.collaboration import JointFormat, merged_prompt, split_or_empty
 from comlrl_lightning.interface import Formatters, RewardFunction, Transition
@@ -208,6 +209,7 @@ class Collector:
                 prompt,
                 tuple((*self.key, self._indices[branch.task], *branch.path, agent, sample) for sample in samples),
                 prefixes,
+                Place(self._items[branch.task], self._indices[branch.task], turn),
             )
             for branch in branches
             for agent, prompt in enumerate(self._asked(branch))
