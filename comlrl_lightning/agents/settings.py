@@ -155,9 +155,9 @@ class TeamSettings:
     long_prompts: Literal["truncate", "error"] = "truncate"
     """Cut longer prompts from the left (with one warning), or raise an error."""
     special_tokens: Literal["keep", "error"] = "keep"
-    """What becomes of special tokens that a prompt's text names, such as `<|im_end|>` in a task item: the tokenizer reads
-    them as such, hence as the end of a message ("keep"), or they are an error ("error"). The template of chat messages
-    writes its own in any case; a formatter that returns a text in which it has written them needs "keep"."""
+    """What becomes of special tokens that a prompt's text names, such as `<|im_end|>` in a task item: the tokenizer
+    reads them as such, hence as the end of a message ("keep"), or they are an error ("error"). The template of chat
+    messages writes its own in any case; a formatter that returns a text in which it has written them needs "keep"."""
 
     def _check_common(self) -> None:
         owner = type(self).__name__
