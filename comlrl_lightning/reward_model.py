@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
+from comlrl_lightning.agents.prompts import starts_with_bos
 from comlrl_lightning.keywords import KnownKeywords
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class RewardModel(KnownKeywords):
         text, chat = self._text(item, completions), False
         if not isinstance(text, str):
             text, chat = self._tokenizer.apply_chat_template(text, tokenize=False), True
+        chat = chat or starts_with_bos(self._tokenizer, text)  # a function may have used the template, too
         cut = self._max_length is not None
         tokens = self._tokenizer(text, add_special_tokens=not chat, truncation=cut, max_length=self._max_length)
         ids: list[int] = tokens["input_ids"]

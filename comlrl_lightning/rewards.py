@@ -134,8 +134,8 @@ class PartSums:
     """J."""
 
 
-_COLLECTING: ContextVar[tuple[WeightedRewards, list[PartSums]] | None] = ContextVar("_COLLECTING", default=None)
-"""Whose calls, in this thread, leave their parts in a list."""
+_COLLECTING: ContextVar[tuple[WeightedRewards, list[PartSums], bool] | None] = ContextVar("_COLLECTING", default=None)
+"""Whose calls, in this thread, leave their parts in a list, and whether parts may be None there."""
 
 
 class WeightedRewards(KnownKeywords):
@@ -199,7 +199,7 @@ class WeightedRewards(KnownKeywords):
         batch_items: Sequence[Mapping[str, Any]] | None = None,
         prompts: Sequence[Any] | None = None,
         turn: int | None = None,
-    ) -> list[float]:
+    ) -> Sequence[float | None]:
         """`[J]` weighted sums of the parts' rewards; a part gets the keywords that this call got."""
         if not self._functions:
             self.check(len(completions))
@@ -207,24 +207,31 @@ class WeightedRewards(KnownKeywords):
         keywords = {name: value for name, value in given.items() if value is not None}
         place = Place(batch_items[0] if batch_items else {}, None, turn)
         num_joint = len(completions[0])
-        totals, sums = [0.0] * num_joint, {}
+        collecting = _COLLECTING.get()
+        is_collecting = collecting is not None and collecting[0] is self
+        none_as_nan = collecting is not None and is_collecting and collecting[2]
+        totals, by_name = [0.0] * num_joint, {}
         for name, function in self._functions.items():
             values = function(place, *completions, **keywords)
-            rewards = finite_floats(values, num_joint, function.label, place)
-            sums[name] = math.fsum(rewards)
+            by_name[name] = rewards = finite_floats(values, num_joint, function.label, place, none_as_nan=none_as_nan)
             totals = [total + self.weights[name] * reward for total, reward in zip(totals, rewards, strict=True)]
-        collecting = _COLLECTING.get()
-        if collecting is not None and collecting[0] is self:
-            collecting[1].append(PartSums(sums, num_joint))
+        known = [index for index, total in enumerate(totals) if not math.isnan(total)]
+        sums = {name: math.fsum(rewards[index] for index in known) for name, rewards in by_name.items()}
+        if collecting is not None and is_collecting:
+            collecting[1].append(PartSums(sums, len(known)))
         else:
-            self.add_parts(PartSums(sums, num_joint))
-        return totals
+            self.add_parts(PartSums(sums, len(known)))
+        return [None if math.isnan(total) else total for total in totals] if none_as_nan else totals
 
     @contextmanager
-    def collected(self) -> Iterator[list[PartSums]]:
-        """Calls inside leave their parts in a list: where several run at once, `add_parts` settles the order later."""
+    def collected(self, none_as_nan: bool = False) -> Iterator[list[PartSums]]:
+        """Calls inside leave their parts in a list: where several run at once, `add_parts` settles the order later.
+
+        Args:
+            none_as_nan: A joint completion for which any part is None gets None and counts in no part's mean.
+        """
         parts: list[PartSums] = []
-        token = _COLLECTING.set((self, parts))
+        token = _COLLECTING.set((self, parts, none_as_nan))
         try:
             yield parts
         finally:

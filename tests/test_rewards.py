@@ -247,6 +247,14 @@ class TestRewardModel:
             expected = model(input_ids=torch.tensor([ids])).logits.item()
         assert reward(["a"], batch_items=[ITEM]) == pytest.approx([expected], abs=1e-5)
 
+    def test_a_function_may_use_the_template_itself(self) -> None:
+        model, tokenizer = reward_model().eval(), tiny_tokenizer(chat=True)
+        messages = [{"role": "user", "content": "a"}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        given: list[Any] = [text, messages]
+        first, second = (RewardModel(model, lambda item, texts, one=one: one, tokenizer) for one in given)
+        assert first(["a"], batch_items=[ITEM]) == second(["a"], batch_items=[ITEM])
+
     def test_long_texts_are_cut_as_the_tokenizer_cuts(self) -> None:
         model, tokenizer = reward_model().eval(), tiny_tokenizer()
         reward = RewardModel(model, "{completion_1}", tokenizer, max_length=4)

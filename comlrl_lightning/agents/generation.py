@@ -40,6 +40,8 @@ class GenerationRequest:
     """`[K]` integers that seed each completion by itself."""
     prefixes: Prefixes | None = field(default=None, compare=False, repr=False)
     """What the former turn has left, and where this one leaves its own: the same for all requests of a turn."""
+    place: object | None = field(default=None, compare=False, repr=False)
+    """Task item and turn, for messages."""
 
 
 @dataclass(frozen=True, slots=True)

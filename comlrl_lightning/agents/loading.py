@@ -92,7 +92,14 @@ def _language_model(
     *,
     loaded: bool,
 ) -> LanguageModel:
-    prompts = PromptEncoder(tokenizer, settings.chat_template_kwargs, settings.max_prompt_tokens, settings.long_prompts)
+    prompts = PromptEncoder(
+        tokenizer,
+        settings.chat_template_kwargs,
+        settings.max_prompt_tokens,
+        settings.long_prompts,
+        settings.special_tokens,
+        is_formatted=True,
+    )
     reference = ("initial" if loaded else "base") if settings.reference == "auto" else settings.reference
     model = LanguageModel(network, tokenizer, list(agents), prompts, reference)
     check_tokenizer(model, f"agent_{model.agents[0]}")

@@ -119,6 +119,22 @@ class Sampling(KnownKeywords):
         _check_choice("Sampling", "backend", self.backend, ("native", "transformers"))
 
 
+TEMPLATE_ARGUMENTS = (
+    "conversation",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)
+"""Arguments of `apply_chat_template` that say what comes out of it, not what the template writes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TeamSettings(KnownKeywords):
     """What both kinds of team have in common."""
@@ -139,6 +155,10 @@ class TeamSettings(KnownKeywords):
     """Longest prompt; the model's own limit holds in any case."""
     long_prompts: Literal["truncate", "error"] = "truncate"
     """Cut longer prompts from the left (with one warning), or raise an error."""
+    special_tokens: Literal["keep", "error"] = "keep"
+    """What becomes of special tokens that a prompt's text names, such as `<|im_end|>` in a task item: the tokenizer
+    reads them as such, hence as the end of a message ("keep"), or they are an error ("error"). The template of chat
+    messages writes its own in any case; a formatter that returns a text in which it has written them needs "keep"."""
 
     def _check_common(self) -> None:
         owner = type(self).__name__
@@ -147,8 +167,14 @@ class TeamSettings(KnownKeywords):
         _check_choice(owner, "dtype", self.dtype, (None, "auto", "float32", "bfloat16", "float16", "float64"))
         _check_choice(owner, "reference", self.reference, ("auto", "base", "initial"))
         _check_choice(owner, "long_prompts", self.long_prompts, ("truncate", "error"))
+        _check_choice(owner, "special_tokens", self.special_tokens, ("keep", "error"))
         _check_flags(owner, gradient_checkpointing=self.gradient_checkpointing)
         _check_mappings(owner, model_kwargs=self.model_kwargs, chat_template_kwargs=self.chat_template_kwargs)
+        if taken := [name for name in TEMPLATE_ARGUMENTS if name in (self.chat_template_kwargs or {})]:
+            raise ValueError(
+                f"{owner}(chat_template_kwargs=...) holds {taken[0]!r}, which agents set themselves. Leave it out; the"
+                " template's own variables are what it is for."
+            )
         for name in ("token", "use_auth_token"):
             if name in (self.model_kwargs or {}):
                 raise ValueError(

@@ -103,7 +103,7 @@ class AgentTeam(nn.Module):
         for request in requests:
             speaker = self._speakers[request.agent]
             limit = speaker.prompt_limit(request.agent, sampling.max_new_tokens)
-            ids = speaker.prompts.encode(request.agent, request.prompt, limit)
+            ids = speaker.prompts.encode(request.agent, request.prompt, limit, request.place)
             prompts.append(ids)
             rows += [Row(request.agent, ids, key, request.prefixes) for key in request.keys]
 

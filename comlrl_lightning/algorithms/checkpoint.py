@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from comlrl_lightning.agents.adapters import REFERENCE
 from comlrl_lightning.agents.language_model import adapter_name
 from comlrl_lightning.algorithms.bases import bases_of, check_bases
-from comlrl_lightning.algorithms.hparams import to_plain
+from comlrl_lightning.algorithms.hparams import is_remark, to_plain
 from comlrl_lightning.distributed import gather_objects, rank, world_size
 from comlrl_lightning.rollouts.buffer import CreditedNode
 
@@ -30,6 +30,7 @@ KEY = "comlrl_lightning"
 FIXED_SETTINGS = (
     "agents",
     "reward_processor",
+    "reward_none",
     "external_prompt_passthrough",
     "collaboration",
     "num_turns",
@@ -249,6 +250,8 @@ def _is_same(saved: Any, current: Any) -> bool:
     if isinstance(saved, Mapping) and isinstance(current, Mapping):
         return saved.keys() == current.keys() and all(_is_same(saved[key], current[key]) for key in saved)
     if isinstance(saved, str) and isinstance(current, str):
+        if is_remark(saved) and is_remark(current):
+            return _is_same(saved.removeprefix("<"), current.removeprefix("<"))
         for one, other in ((saved, current), (current, saved)):
             if one.startswith("__main__."):
                 return other.endswith(one.removeprefix("__main__"))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from comlrl_lightning.agents.settings import Separate, SharedBase
-from comlrl_lightning.algorithms.checks import check_flag
+from comlrl_lightning.algorithms.checks import check_choice, check_flag
 from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain
 from comlrl_lightning.collaboration import JointFormat, joint_format_of
 from comlrl_lightning.interface import Formatters, RewardFunction, Transition
@@ -36,7 +36,9 @@ def task_interface(given: Mapping[str, Any], num_agents: int) -> TaskInterface:
         )
     names = ("reward_workers", "reward_backend", "reward_timeout_seconds", "reward_timeout_value")
     workers = RewardWorkers(*(given[name] for name in names))
-    reward = RewardFunction(functions["reward_func"], num_agents, functions["reward_processor"])
+    check_choice(("error", "skip"), reward_none=given["reward_none"])
+    skips = given["reward_none"] == "skip"
+    reward = RewardFunction(functions["reward_func"], num_agents, functions["reward_processor"], none_as_nan=skips)
     workers.check(reward)
     return TaskInterface(
         Formatters(functions["formatters"], num_agents),

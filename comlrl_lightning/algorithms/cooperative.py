@@ -36,10 +36,17 @@ from comlrl_lightning.algorithms.checks import (
     check_uncompiled,
     learning_rates,
 )
-from comlrl_lightning.algorithms.construction import task_interface, team_settings
+from comlrl_lightning.algorithms.construction import FUNCTION_ARGUMENTS, task_interface, team_settings
 from comlrl_lightning.algorithms.critic_learner import ActorCriticLearner
 from comlrl_lightning.algorithms.evaluating import TRAIN, Evaluations
-from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain, is_remark, to_plain
+from comlrl_lightning.algorithms.hparams import (
+    callable_from_plain,
+    from_plain,
+    functions_not_held,
+    not_held,
+    refuse,
+    to_plain,
+)
 from comlrl_lightning.algorithms.interrupts import TellWhatStopped
 from comlrl_lightning.algorithms.methods import ActorCritic, Method
 from comlrl_lightning.algorithms.optimization import IdleSteps
@@ -88,6 +95,13 @@ class CooperativeModule(Evaluations, KnownKeywords):
             and replaced; a ``"thread"`` cannot be, and stays behind. None: no limit.
         reward_timeout_value: Reward, before `reward_processor`, of all joint completions of such a call instead of the
             error; their number is logged as ``reward_timeouts``.
+        reward_none: What a reward of None means. ``"error"``: it stops the run. ``"skip"``: its joint completion is
+            left out of its group as if it had not been sampled. Baselines, normalization, weights, `env_step` and logs
+            then know the others alone (rewards 1, None and 4 have the mean 2.5). A completion is left out with the last
+            joint completion that holds it: in ``"cross"`` mode it stays while one of its combinations has a reward.
+            Where all joint completions that follow one are left out, its return is unknown, and it is left out, too;
+            so are an actor-critic's trajectory with None at any turn, an evaluated item likewise, and an item without
+            any reward. Preferences pair what is left. Predictions keep None. The number is logged as ``left_out``.
         num_turns: T, the largest number of turns per task item.
         num_generations: K, completions per agent and node, on each rank.
         discount: Factor per turn of later rewards in a return, from 0 to 1.
@@ -140,6 +154,7 @@ class CooperativeModule(Evaluations, KnownKeywords):
         reward_backend: Literal["thread", "process"] = "thread",
         reward_timeout_seconds: float | None = None,
         reward_timeout_value: float | None = None,
+        reward_none: Literal["error", "skip"] = "error",
         num_turns: int = 1,
         num_generations: int = 4,
         discount: float = 1.0,
@@ -167,6 +182,9 @@ class CooperativeModule(Evaluations, KnownKeywords):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         self.save_hyperparameters(to_plain(given))
+        functions = {name: value for name, value in given.items() if name in FUNCTION_ARGUMENTS}
+        others = {name: given[name] for name in ("agents", "sampling", "eval_sampling", "collaboration")}
+        refuse({**not_held(**others), **functions_not_held(**functions)})
         self.automatic_optimization = False
         self.strict_loading = False  # frozen weights are not in checkpoints; `on_load_checkpoint` checks the rest
         self.agents: SharedBase | Separate = from_plain("agents", agents)
@@ -197,7 +215,7 @@ class CooperativeModule(Evaluations, KnownKeywords):
         self._given_rates = learning_rates(agent_learning_rate, self.team_size)
         factories = {"optimizer": optimizer or torch.optim.AdamW, "lr_scheduler": lr_scheduler}
         # What a checkpoint could not hold is missed by the next fit only, not by an evaluation.
-        self.missing_factories = {name: factory for name, factory in factories.items() if is_remark(factory)}
+        self.missing_factories = functions_not_held(**factories)
         self.optimization: dict[str, Any] = {}
         if not self.missing_factories:
             self.optimizer = callable_from_plain("optimizer", factories["optimizer"])

@@ -13,6 +13,7 @@ from comlrl_lightning.algorithms.recording import (
     prediction,
     record_final_rewards,
     record_late,
+    record_left_out,
     record_nodes,
     record_unparsed,
 )
@@ -80,7 +81,7 @@ class Evaluations(BufferedUpdates):
             key,
             self._show_progress,
         )
-        return collector.collect(batch.items, batch.indices)
+        return collector.collect(batch.items, batch.indices, keep_unscored=stage == PREDICT)
 
     def _show_progress(self, turn: int, rows_running: int) -> None:
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
@@ -105,6 +106,7 @@ class Evaluations(BufferedUpdates):
         record_final_rewards(self.evaluation_metrics, rollouts)
         record_unparsed(self.evaluation_metrics, rollouts)
         record_late(self.evaluation_metrics, rollouts)
+        record_left_out(self.evaluation_metrics, rollouts)
         if self.policy.reference_kl_coef > 0:
             self.learner.record_kl(self.evaluation_metrics, [entry.node for entry in credited])
         meet()

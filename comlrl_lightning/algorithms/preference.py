@@ -221,12 +221,15 @@ class PreferenceModule(CooperativeModule):
         others: Rollouts | None = None
         if self.comparator is not None:
             others = self._compare(batch, self.comparator, interface)
-        for position, node in enumerate(rollouts.nodes):
+        partners = {} if others is None else {node.task: node for node in others.nodes}
+        for node in rollouts.nodes:
             index = rollouts.indices[node.task]
             if others is None:
                 found = candidate_pairs(node, index, self.pair_selection, limit, key)
-            else:
-                found = compared_pairs(node, others.nodes[position], index, self.pair_selection, limit, key)
+            elif node.task in partners:
+                found = compared_pairs(node, partners[node.task], index, self.pair_selection, limit, key)
+            else:  # none of the comparator's answers has a reward
+                found = []
             self.training_metrics.update(preference_key("pairs_per_item"), float(len(found)))
             for pair in found:
                 self.training_metrics.update(preference_key("reward_gap"), pair.gap)

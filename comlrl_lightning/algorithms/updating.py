@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -21,7 +21,7 @@ from typing_extensions import override
 from comlrl_lightning.agents.sharding import Lockstep
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.algorithms.checks import OptimizerFactory, SchedulerFactory
-from comlrl_lightning.algorithms.hparams import from_plain
+from comlrl_lightning.algorithms.hparams import refuse
 from comlrl_lightning.algorithms.learners import Learner
 from comlrl_lightning.algorithms.optimization import (
     IdleSteps,
@@ -90,14 +90,13 @@ class BufferedUpdates(LightningModule):
     learning_rates: list[float]
     optimizer: OptimizerFactory
     lr_scheduler: SchedulerFactory | None
-    missing_factories: Mapping[str, Any]
+    missing_factories: Mapping[str, str]
     lockstep: Lockstep | None = None
     """What passes of sharded models go through; None: the models are whole."""
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        for name, remark in self.missing_factories.items():
-            from_plain(name, remark)
+        refuse(self.missing_factories)
         named = self.parameter_groups().items()
         groups = [
             {"params": list(parameters.values()), "name": name, "lr": rate}

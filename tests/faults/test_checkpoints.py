@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,14 @@ def fewer_agents(folder: Path) -> None:
     MAGRPO.load_from_checkpoint(saved(folder, base), agents=tiny_agents(dtype=torch.float32))
 
 
+def a_wrapped_reward(folder: Path) -> None:
+    @functools.wraps(uneven_reward)
+    def twice(*completions: list[str]) -> list[float]:
+        return [2 * reward for reward in uneven_reward(*completions)]
+
+    MAGRPO.load_from_checkpoint(saved(folder, reward_func=twice), agents=tiny_agents(dtype=torch.float32))
+
+
 def foreign(folder: Path) -> None:
     torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.0"}, folder / "foreign.ckpt")
     go_on(folder / "foreign.ckpt")
@@ -145,6 +154,20 @@ CASES = (
         "another seed",
         "seed=1 differs from the checkpoint's seed=0: going on would mix two runs. Use the checkpoint's value",
         lambda folder: go_on(saved(folder), seed=1),
+    ),
+    Refused(
+        "checkpoints",
+        "a wrapped reward, whose name leads to what it wraps",
+        "reward_func was <tests.algorithms.support.uneven_reward object> when the checkpoint was saved. Pass"
+        " reward_func= to load it, as in load_from_checkpoint(path, reward_func=...).",
+        a_wrapped_reward,
+    ),
+    Refused(
+        "checkpoints",
+        "a reward of a script, loaded in another one",
+        "reward_func was __main__.reward, formatters was __main__.brief when the checkpoint was saved, whose names in a"
+        " script lead nowhere in another one. Pass reward_func=, formatters= to load it",
+        lambda folder: MAGRPO(tiny_agents(), "__main__.reward", formatters="__main__.brief"),
     ),
     Refused(
         "checkpoints",
