@@ -52,6 +52,7 @@ from comlrl_lightning.checking import check_finite, check_share, check_whole
 from comlrl_lightning.collaboration import JointFormat
 from comlrl_lightning.data import TaskBatch
 from comlrl_lightning.distributed import meet, rank, sum_over_ranks, world_size
+from comlrl_lightning.files import whole_folder
 from comlrl_lightning.metrics import UNPARSED, MetricTable, evaluation_keys, training_keys
 from comlrl_lightning.rollouts.buffer import CreditedNode
 from comlrl_lightning.rollouts.collect import RolloutShape, TaskInterface
@@ -358,12 +359,22 @@ class CooperativeModule(Evaluations):
             logger.save()
 
     def save_agents(self, folder: str | Path) -> None:
-        """Write ``agent_0/``, ``agent_1/`` ...: standard PEFT or model folders with tokenizers, and critics beside."""
+        """Write ``agent_0/``, ``agent_1/`` ...: standard PEFT or model folders with tokenizers, and critics beside.
+
+        ``contents.json`` lists the files that belong to them; what an earlier save wrote there is replaced.
+
+        Args:
+            folder: A local folder, or an address such as ``s3://bucket/agents`` that fsspec reaches.
+        """
         self.configure_model()
         if rank() == 0:
-            self.team.save(folder)
-            if isinstance(self.method, ActorCritic):
-                self.critics.save(folder)
+            with whole_folder(folder, self) as part:
+                self._save_parts(part)
+
+    def _save_parts(self, folder: Path) -> None:
+        self.team.save(folder)
+        if isinstance(self.method, ActorCritic):
+            self.critics.save(folder)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "fit_trainer": None}  # as Lightning leaves its trainer out
