@@ -91,7 +91,13 @@ class BatchCheckpoint(Checkpoint):
         self._saved = list(state_dict["saved"])
 
     def _folder(self, trainer: Trainer) -> Place:
-        return self._dirpath or run_folder(trainer) / "checkpoints"
+        if self._dirpath is not None:
+            return self._dirpath
+        if trainer.ckpt_path is not None and self._saved:  # a resumed run goes on with its own folder
+            former = Place(self._saved[-1]).parent
+            if trainer.strategy.broadcast(former.exists()):
+                return former
+        return run_folder(trainer) / "checkpoints"
 
     def _save(self, trainer: Trainer, path: Place) -> None:
         """Save under another name first: whoever looks for checkpoints finds whole ones only."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -78,6 +79,7 @@ class CompletionsTable(Callback):
             return
         source = rollout_source(pl_module, self)
         with self._attempts.attempt():
+            self._history.check()
             if trainer.ckpt_path is None and source.env_step == 0:
                 self._target.warn_of_others([self._history.place])
             self._history.begin(trainer, source)
@@ -146,8 +148,8 @@ def task_texts(rollouts: Rollouts, num_items: int) -> dict[int, str]:
 
 
 def show(rows: Sequence[Mapping[str, Any]], tasks: Mapping[int, str], title: str) -> None:
-    """Print rows of completions on the console that progress bars use, so that a live bar stays whole."""
-    from rich import get_console
+    """Print rows of completions; a live progress bar stays whole, as it takes over what is printed."""
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -158,10 +160,14 @@ def show(rows: Sequence[Mapping[str, Any]], tasks: Mapping[int, str], title: str
         item = (str(row["index"]), Text(tasks[row["index"]])) if row["turn"] == 1 else ("", "")
         is_last = following is None or following["index"] != row["index"]
         table.add_row(*item, str(row["turn"]), *texts, f"{row['reward']:.3f}", end_section=is_last)
-    console = get_console()
-    with console.capture() as captured:  # written by itself, a console ends the process whose reader is gone
+    console, page = Console(), io.BytesIO()
+    if console.is_jupyter:
         console.print(table)
-    say(captured.get(), console.file)
+        return
+    # Left to write by itself, a console ends the process whose reader is gone.
+    sheet = io.TextIOWrapper(page, console.encoding, "replace", newline="")
+    Console(file=sheet, width=console.width, force_terminal=console.is_terminal).print(table)
+    say(page.getvalue().decode(console.encoding))
 
 
 def _log_table(logger: WandbLogger, env_step: int, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -26,6 +26,16 @@ class History:
         self.place = place
         self._resumed_at: tuple[int, int] | None = None
 
+    def check(self) -> None:
+        """Refuse a file that is no history.
+
+        Raises:
+            ValueError: If it holds other lines.
+        """
+        if self.place.exists():
+            for line in self._lines():
+                self._position(line)
+
     def begin(self, trainer: Trainer, source: RolloutSource) -> None:
         """Drop what an earlier run wrote, or what was written after the checkpoint that this run resumes.
 
@@ -64,10 +74,12 @@ class History:
     def _keep(self, wanted: Callable[[tuple[int, int]], bool]) -> None:
         if not self.place.exists():
             return
-        # Only "\n" ends a line: texts hold other line breaks. A line without its end was cut off by a kill.
-        *lines, _ = self.place.read_text().split("\n")
-        kept = [line + "\n" for line in lines if wanted(self._position(line))]
+        kept = [line + "\n" for line in self._lines() if wanted(self._position(line))]
         self.place.write_text("".join(kept))
+
+    def _lines(self) -> list[str]:
+        # Only "\n" ends a line: texts hold other line breaks. A line without its end was cut off by a kill.
+        return self.place.read_text().split("\n")[:-1]
 
     def _position(self, line: str) -> tuple[int, int]:
         """`env_step` and batch of a line."""

@@ -78,6 +78,7 @@ class JSONExport(Callback):
             return
         source = rollout_source(pl_module, self)
         with self._attempts.attempt():
+            self._history.check()
             if trainer.ckpt_path is None and source.env_step == 0:
                 self._target.warn_of_others([self._history.place])
             self._history.begin(trainer, source)
