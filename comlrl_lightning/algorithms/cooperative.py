@@ -53,6 +53,7 @@ from comlrl_lightning.collaboration import JointFormat
 from comlrl_lightning.data import TaskBatch
 from comlrl_lightning.distributed import meet, rank, sum_over_ranks, world_size
 from comlrl_lightning.files import whole_folder
+from comlrl_lightning.loggers import keep_run_ids
 from comlrl_lightning.metrics import UNPARSED, MetricTable, evaluation_keys, training_keys
 from comlrl_lightning.rollouts.buffer import CreditedNode
 from comlrl_lightning.rollouts.collect import RolloutShape, TaskInterface
@@ -234,7 +235,8 @@ class CooperativeModule(Evaluations):
         # The only hook of the module that runs before Lightning refuses these flags without naming ours.
         check_trainer_flags(self.trainer.gradient_clip_val, self.trainer.accumulate_grad_batches)
         present = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
-        return [kind() for kind in (ForgetStep, TellWhatStopped) if kind not in present]
+        own = [kind() for kind in (ForgetStep, TellWhatStopped) if kind not in present]
+        return [*own, *keep_run_ids(self.trainer)]
 
     @override
     def load_models(self) -> None:

@@ -156,9 +156,9 @@ def test_a_logger_without_folders_of_its_own_gives_the_run_one(tmp_path: Path) -
     class Elsewhere(CSVLogger):
         """As loggers that write to a server: a place for all runs, a name, a version."""
 
-        save_dir = str(tmp_path)  # type: ignore[assignment]
+        save_dir = str(tmp_path)
         name = "project"
-        version = "abc"  # type: ignore[assignment]
+        version = "abc"
 
     trainer = quiet_trainer(tmp_path, logger=Elsewhere(tmp_path))
     assert run_folder(trainer).local == tmp_path / "project" / "abc"

@@ -14,6 +14,7 @@ import pytest
 from lightning import Callback
 
 from comlrl_lightning.callbacks import CompletionsTable, EvalInterval, JSONExport, PreferenceRounds, RewardCurve
+from comlrl_lightning.data import TaskDataModule
 from comlrl_lightning.files import Place
 from tests.callbacks.fakes import FakeModule, data, quiet_trainer
 from tests.callbacks.test_preference_rounds import Learner
@@ -78,12 +79,10 @@ def test_screens(fault: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr("comlrl_lightning.reports._UNWRITABLE", set())
     items = [{"prompt": "日本", "level": 0}]
-    split = data(1, 1)
-    split.train_dataset = split.eval_dataset = items
     trainer = quiet_trainer(tmp_path, EvalInterval(1), CompletionsTable(num_on_screen=1), max_epochs=2)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        trainer.fit(FakeModule(), split)
+        trainer.fit(FakeModule(), TaskDataModule(items, items))
     told = [one for one in heard if "takes no text any more" in str(one.message)]
     assert trainer.state.finished
     assert len(told) == fault.is_gone
