@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, cast
+from uuid import uuid4
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.loggers.logger import _DummyExperiment, rank_zero_experiment
@@ -57,7 +58,9 @@ class TaskWandbLogger(WandbLogger):
     def __init__(self, wandb_config: Mapping[str, Any], offline: bool = False) -> None:
         _check(wandb_config, offline)
         self._sections = dict(wandb_config.get("config_sections") or {})
-        arguments = {key: wandb_config[key] for key in (*INIT_KEYS, *LOGGER_KEYS) if key in wandb_config}
+        arguments: dict[str, Any] = {
+            key: wandb_config[key] for key in (*INIT_KEYS, *LOGGER_KEYS) if key in wandb_config
+        }
         super().__init__(
             name=wandb_config.get("name", wandb_config.get("run_name")),
             save_dir=wandb_config.get("dir") or ".",
@@ -79,10 +82,8 @@ class TaskWandbLogger(WandbLogger):
         """Let the run begin after the trainer's first look at it, when a checkpoint may have named it."""
         if self._experiment is not None or not self._takes_up:
             return
-        from wandb.util import generate_id
-
         # Folders are named after it before the run begins.
-        self._id = self._wandb_init["id"] = self._id or os.environ.get("WANDB_RUN_ID") or generate_id()
+        self._id = self._wandb_init["id"] = self._id or os.environ.get("WANDB_RUN_ID") or uuid4().hex[:8]
         self._is_held = True
 
     def take_up(self, run_id: str) -> None:
