@@ -58,16 +58,15 @@ class TaskWandbLogger(WandbLogger):
     def __init__(self, wandb_config: Mapping[str, Any], offline: bool = False) -> None:
         _check(wandb_config, offline)
         self._sections = dict(wandb_config.get("config_sections") or {})
-        arguments: dict[str, Any] = {
-            key: wandb_config[key] for key in (*INIT_KEYS, *LOGGER_KEYS) if key in wandb_config
-        }
+        keys = (*INIT_KEYS, *LOGGER_KEYS)
+        arguments: dict[str, Any] = {key: wandb_config[key] for key in keys if key in wandb_config}
+        if offline:  # Lightning's `offline` would switch a variable of the whole process
+            arguments["mode"] = "offline"
         super().__init__(
             name=wandb_config.get("name", wandb_config.get("run_name")),
             save_dir=wandb_config.get("dir") or ".",
             config={**(wandb_config.get("config") or {}), **self._sections},
             **arguments,
-            # Lightning's `offline` would switch a variable of the whole process.
-            **({"mode": "offline"} if offline else {}),
         )
         named = {"id", "resume_from", "fork_from"} & set(wandb_config)
         self._takes_up = not named and wandb_config.get("resume") != "never"
