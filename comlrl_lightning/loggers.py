@@ -78,12 +78,16 @@ class TaskWandbLogger(WandbLogger):
         return bool(self._sections.get("output", {}).get("verbose", True))
 
     def hold(self) -> None:
-        """Let the run begin after the trainer's first look at it, when a checkpoint may have named it."""
+        """Let the run begin after the trainer's first looks at it, when a checkpoint may have named it."""
         if self._experiment is not None or not self._takes_up:
             return
         # Folders are named after it before the run begins.
         self._id = self._wandb_init["id"] = self._id or os.environ.get("WANDB_RUN_ID") or uuid4().hex[:8]
         self._is_held = True
+
+    def release(self) -> None:
+        """Let the run begin when it is needed."""
+        self._is_held = False
 
     def take_up(self, run_id: str) -> None:
         """Go on with a run, unless the configuration names one or the run of this logger has begun."""
@@ -95,8 +99,7 @@ class TaskWandbLogger(WandbLogger):
     @rank_zero_experiment
     def experiment(self) -> Run:
         """The run of wandb, made at first use."""
-        if self._is_held:  # the trainer looks at it once before it loads the checkpoint
-            self._is_held = False
+        if self._is_held:  # the trainer looks at it before it loads the checkpoint
             return cast("Run", _DummyExperiment())
         is_new = self._experiment is None
         run = super().experiment
@@ -114,6 +117,11 @@ def wandb_logger(wandb_config: Mapping[str, Any] | None, offline: bool = False) 
 
 class KeepRunIds(Callback):
     """Keep the ids of the W&B runs in checkpoints, and go on with these runs where a fit resumes."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for logger in _ours(trainer):
+            logger.release()
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
