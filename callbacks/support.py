@@ -1,18 +1,16 @@
-"""What several callbacks need: the module behind its protocol, evaluation metrics, files that appear whole."""
+"""What several callbacks need: the module behind its protocol, evaluation metrics, numbers of users."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
-from pathlib import Path
-from typing import Any
 
 from lightning import LightningModule, Trainer
 from torch import Tensor
 
 from comlrl_lightning.calls import check_unicode, short
 from comlrl_lightning.checking import is_whole
+from comlrl_lightning.files import Place
 from comlrl_lightning.loggers import TaskWandbLogger
 from comlrl_lightning.rollouts.types import RolloutSource
 
@@ -71,9 +69,9 @@ def has_fitted(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0 or trainer.state.fn == "fit"
 
 
-def outside_of_fit(path: Path, trainer: Trainer) -> Path:
+def outside_of_fit(path: Place, trainer: Trainer) -> Place:
     """Name of a file for a trainer that never fitted: ``metrics-validate.json`` for ``metrics.json``."""
-    return path.with_stem(f"{path.stem}-{trainer.state.fn and trainer.state.fn.value}")
+    return path.with_stem_end(f"-{trainer.state.fn and trainer.state.fn.value}")
 
 
 def batches_trained(trainer: Trainer) -> int:
@@ -83,19 +81,6 @@ def batches_trained(trainer: Trainer) -> int:
     """
     processed: int = trainer.fit_loop.epoch_loop.batch_progress.total.processed  # type: ignore[attr-defined]
     return processed
-
-
-def run_folder(trainer: Trainer) -> Path:
-    """Folder of this run: the logger's, else the trainer's root. Call it on every rank."""
-    return Path(trainer.log_dir or trainer.default_root_dir)
-
-
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a file that then takes the place of `path`: readers see the old or the new one, whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.stem}.part{path.suffix}")
-    write(part)
-    os.replace(part, path)
 
 
 def check_count(callback: str, name: str, value: object) -> None:

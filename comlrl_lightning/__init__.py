@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from comlrl_lightning._version import __version__
+from comlrl_lightning.noise import silence_advertising, warn_of_still_bars
 
 if TYPE_CHECKING:
     from comlrl_lightning.agents.critic_settings import AdapterCritic as AdapterCritic
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from comlrl_lightning.collaboration import TaggedSections as TaggedSections
     from comlrl_lightning.data import TaskDataModule as TaskDataModule
     from comlrl_lightning.evaluation import evaluate as evaluate
+    from comlrl_lightning.loggers import TaskWandbLogger as TaskWandbLogger
     from comlrl_lightning.loggers import wandb_logger as wandb_logger
     from comlrl_lightning.preferences.comparators import APIComparator as APIComparator
     from comlrl_lightning.preferences.comparators import CurrentPolicy as CurrentPolicy
@@ -60,7 +62,7 @@ _HOMES = {
     "collaboration": ("TaggedSections",),
     "data": ("TaskDataModule",),
     "evaluation": ("evaluate",),
-    "loggers": ("wandb_logger",),
+    "loggers": ("TaskWandbLogger", "wandb_logger"),
     "preferences.comparators": ("APIComparator", "CurrentPolicy", "FixedModel", "FrozenCopy", "HistoryPolicy"),
     "preferences.replay": ("AllHistory", "CurrentRound", "LambdaDecay", "NearestK"),
     "rewards": ("RewardModel", "RewardProcessors", "WeightedRewards"),
@@ -69,6 +71,10 @@ _HOMES = {
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]
+
+
+silence_advertising()
+warn_of_still_bars()
 
 
 def __getattr__(name: str) -> Any:

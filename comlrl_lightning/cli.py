@@ -14,8 +14,8 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from jsonargparse import Namespace, set_parsing_settings
-from lightning.pytorch import Trainer
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning import LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
@@ -26,9 +26,11 @@ from comlrl_lightning.algorithms import ALGORITHMS
 from comlrl_lightning.algorithms.checks import check_precision_flag, check_trainer_flags
 from comlrl_lightning.algorithms.cooperative import CooperativeModule
 from comlrl_lightning.algorithms.methods import ActorCritic, CriticFree
+from comlrl_lightning.callbacks.run_path import run_folder
 from comlrl_lightning.collaboration import TaggedSections as TaggedSections  # known by its name in YAML
 from comlrl_lightning.data import TaskDataModule
 from comlrl_lightning.noise import quiet_libraries
+from comlrl_lightning.reports import say, sturdy_output
 
 # Settings that are one of several dataclasses keep their class_path, also inside of others.
 CHOICES: list[type | str] = [SharedBase, Separate, ValueHead, AdapterCritic, ModelCritic, CriticFree, ActorCritic]
@@ -81,6 +83,20 @@ class CooperativeParser(LightningArgumentParser):
         super().error(f"{plain}\n\n{cause}" if (cause := cause_of(message)) else plain, ex)
 
 
+class SaveRunConfig(SaveConfigCallback):
+    """Write the configuration into the folder of the run, also without a logger or with one that has no folders."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        run_folder(trainer)  # agreed on by all ranks
+        super().setup(trainer, pl_module, stage)
+
+    @override
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        text = self.parser.dump(self.config, skip_none=False)
+        (run_folder(trainer) / self.config_filename).write_text(text)
+
+
 class CooperativeCLI(LightningCLI):
     """LightningCLI on the base class of all algorithms: ``--model MAGRPO``, ``--model.help MAGRPO``.
 
@@ -95,7 +111,8 @@ class CooperativeCLI(LightningCLI):
             TaskDataModule,
             subclass_mode_model=True,
             auto_configure_optimizers=False,
-            save_config_kwargs={"overwrite": True, "config_filename": RUN_CONFIG},
+            save_config_callback=SaveRunConfig,
+            save_config_kwargs={"save_to_log_dir": False, "config_filename": RUN_CONFIG},
             parser_class=CooperativeParser,
             args=args,
             run=run,
@@ -111,7 +128,10 @@ class CooperativeCLI(LightningCLI):
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "predict":
             parser.add_argument(
-                "--output", type=str, default="predictions.jsonl", help="JSON lines of the joint completions."
+                "--output",
+                type=str | None,
+                default=None,
+                help="JSON lines of the joint completions. null: predictions.jsonl in the folder of the run.",
             )
         return parser
 
@@ -139,7 +159,7 @@ class CooperativeCLI(LightningCLI):
         self.trainer.callbacks.append(writer)  # type: ignore[attr-defined]
         self.trainer.predict(**kwargs)
         if self.trainer.is_global_zero:
-            print(f"{writer.num_items} items written to {writer.path}")
+            say(f"{writer.num_items} items written to {writer.path}\n")
 
     def before_validate(self) -> None:
         """Say when what is measured was never trained."""
@@ -263,4 +283,5 @@ def main(args: ArgsType = None) -> None:
     quiet_libraries()
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: functions of the user's are named by import path
-    CooperativeCLI(args)
+    with sturdy_output():
+        CooperativeCLI(args)

@@ -193,7 +193,8 @@ def test_help_answers_in_ten_seconds() -> None:
 def test_saved_configuration_runs_again(config: str, tmp_path: Path) -> None:
     main(["fit", "--config", config, "--trainer.limit_train_batches", "1"])
     first = weights(tmp_path / "agents")
-    main(["fit", "--config", str(tmp_path / "run-config.yaml")])
+    main(["fit", "--config", str(tmp_path / "lightning_logs" / "version_0" / "run-config.yaml")])
+    assert (tmp_path / "lightning_logs" / "version_1" / "run-config.yaml").is_file()
     torch.testing.assert_close(weights(tmp_path / "agents"), first, rtol=0, atol=0)
 
 

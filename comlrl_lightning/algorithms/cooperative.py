@@ -62,7 +62,9 @@ from comlrl_lightning.checking import check_finite, check_share, check_whole
 from comlrl_lightning.collaboration import JointFormat
 from comlrl_lightning.data import TaskBatch
 from comlrl_lightning.distributed import meet, rank, sum_over_ranks, world_size
+from comlrl_lightning.files import whole_folder
 from comlrl_lightning.keywords import KnownKeywords
+from comlrl_lightning.loggers import keep_run_ids
 from comlrl_lightning.metrics import UNPARSED, MetricTable, evaluation_keys, training_keys
 from comlrl_lightning.rollouts.buffer import CreditedNode
 from comlrl_lightning.rollouts.collect import RolloutShape, TaskInterface
@@ -258,7 +260,8 @@ class CooperativeModule(Evaluations, KnownKeywords):
         # The only hook of the module that runs before Lightning refuses these flags without naming ours.
         check_trainer_flags(self.trainer.gradient_clip_val, self.trainer.accumulate_grad_batches)
         present = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
-        return [kind() for kind in (ForgetStep, TellWhatStopped) if kind not in present]
+        own = [kind() for kind in (ForgetStep, TellWhatStopped) if kind not in present]
+        return [*own, *keep_run_ids(self.trainer)]
 
     @override
     def load_models(self) -> None:
@@ -386,12 +389,22 @@ class CooperativeModule(Evaluations, KnownKeywords):
             logger.save()
 
     def save_agents(self, folder: str | Path) -> None:
-        """Write ``agent_0/``, ``agent_1/`` ...: standard PEFT or model folders with tokenizers, and critics beside."""
+        """Write ``agent_0/``, ``agent_1/`` ...: standard PEFT or model folders with tokenizers, and critics beside.
+
+        ``contents.json`` lists the files that belong to them; what an earlier save wrote there is replaced.
+
+        Args:
+            folder: A local folder, or an address such as ``s3://bucket/agents`` that fsspec reaches.
+        """
         self.configure_model()
         if rank() == 0:
-            self.team.save(folder)
-            if isinstance(self.method, ActorCritic):
-                self.critics.save(folder)
+            with whole_folder(folder, self) as part:
+                self._save_parts(part)
+
+    def _save_parts(self, folder: Path) -> None:
+        self.team.save(folder)
+        if isinstance(self.method, ActorCritic):
+            self.critics.save(folder)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "fit_trainer": None}  # as Lightning leaves its trainer out

@@ -27,7 +27,7 @@ from comlrl_lightning.algorithms.recording import record_learned_rewards
 from comlrl_lightning.algorithms.reward_learner import LearnedReward, Moments, RewardLearner, build_reward_model
 from comlrl_lightning.algorithms.rounds import Phase, Schedule
 from comlrl_lightning.data import TaskBatch
-from comlrl_lightning.distributed import rank, sum_over_ranks
+from comlrl_lightning.distributed import sum_over_ranks
 from comlrl_lightning.keywords import keywords_of
 from comlrl_lightning.metrics import preference_keys
 from comlrl_lightning.rollouts.buffer import CreditedNode
@@ -162,11 +162,10 @@ class MARLHF(PreferenceModule):
         record_learned_rewards(self.training_metrics, rollouts, credited)
 
     @override
-    def save_agents(self, folder: str | Path) -> None:
-        """Write the agents as every algorithm does, and the reward model beside them: ``reward_model/``."""
-        super().save_agents(folder)
-        if rank() == 0:
-            self.reward_network.save(folder)
+    def _save_parts(self, folder: Path) -> None:
+        """The agents as every algorithm saves them, and the reward model beside them: ``reward_model/``."""
+        super()._save_parts(folder)
+        self.reward_network.save(folder)
 
 
 def policy_method(policy: object) -> Method:

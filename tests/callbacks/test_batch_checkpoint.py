@@ -34,9 +34,10 @@ def test_saves_without_optimizer_steps_and_keeps_the_latest(tmp_path: Path) -> N
     assert checkpoint.last_path == tmp_path / "saved" / "batch-000010.ckpt"
 
 
-def test_default_folder_is_that_of_the_run(tmp_path: Path) -> None:
-    quiet_trainer(tmp_path, BatchCheckpoint(), enable_checkpointing=True).fit(FakeModule(), data(3, 0))
-    assert names(tmp_path / "checkpoints") == ["batch-000003.ckpt"]
+def test_every_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    for version in range(2):
+        quiet_trainer(tmp_path, BatchCheckpoint(), enable_checkpointing=True).fit(FakeModule(), data(3, 0))
+        assert names(tmp_path / "lightning_logs" / f"version_{version}" / "checkpoints") == ["batch-000003.ckpt"]
 
 
 def test_resume_equals_the_unbroken_run_and_prunes_what_came_before(tmp_path: Path) -> None:
