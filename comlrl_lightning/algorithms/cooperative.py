@@ -39,6 +39,7 @@ from comlrl_lightning.algorithms.critic_learner import ActorCriticLearner
 from comlrl_lightning.algorithms.evaluating import TRAIN, Evaluations
 from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain, is_remark, to_plain
 from comlrl_lightning.algorithms.interrupts import TellWhatStopped
+from comlrl_lightning.algorithms.lightning_callbacks import prepare_callbacks
 from comlrl_lightning.algorithms.methods import ActorCritic, Method
 from comlrl_lightning.algorithms.recording import (
     ForgetStep,
@@ -232,6 +233,7 @@ class CooperativeModule(Evaluations):
         check_uncompiled(self)
         # The only hook of the module that runs before Lightning refuses these flags without naming ours.
         check_trainer_flags(self.trainer.gradient_clip_val, self.trainer.accumulate_grad_batches)
+        prepare_callbacks(self.trainer)
         present = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
         return [kind() for kind in (ForgetStep, TellWhatStopped) if kind not in present]
 
