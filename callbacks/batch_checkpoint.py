@@ -12,7 +12,13 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.support import batches_trained, check_count, is_rehearsal, run_folder
+from comlrl_lightning.callbacks.support import (
+    batches_trained,
+    check_count,
+    is_rehearsal,
+    run_folder,
+    wait_for_checkpoints,
+)
 
 
 class BatchCheckpoint(Checkpoint):
@@ -95,6 +101,7 @@ class BatchCheckpoint(Checkpoint):
         outdated = [] if self._keep is None else self._saved[: -self._keep]
         part = path.with_name(f".{path.name}.part")
         trainer.save_checkpoint(part, weights_only=False)
+        wait_for_checkpoints(trainer)
         if trainer.is_global_zero:
             if path.is_dir():  # a file is replaced in one go, so that there is one at any moment
                 shutil.rmtree(path)

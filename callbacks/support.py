@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning import LightningModule, Trainer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
 from comlrl_lightning.calls import check_unicode, short
@@ -96,6 +97,12 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     part = path.with_name(f".{path.stem}.part{path.suffix}")
     write(part)
     os.replace(part, path)
+
+
+def wait_for_checkpoints(trainer: Trainer) -> None:
+    """Return once all checkpoints are on the disk: `AsyncCheckpointIO` writes them in a thread, which then ends."""
+    if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
+        trainer.strategy.checkpoint_io.teardown()
 
 
 def check_count(callback: str, name: str, value: object) -> None:
