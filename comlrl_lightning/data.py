@@ -241,7 +241,7 @@ class TaskDataModule(LightningDataModule):
 
     def _training_split(self) -> Split:
         split = self._open("train_dataset")
-        if self.trainer is None or not self.trainer.overfit_batches:
+        if self.trainer is None or not self.trainer.overfit_batches:  # type: ignore[attr-defined]
             return split
         # Lightning takes what is no sampler of torch for one that shuffles, and cannot turn ours off.
         warnings.filterwarnings("ignore", message="You requested to overfit but enabled")

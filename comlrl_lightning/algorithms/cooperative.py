@@ -232,7 +232,7 @@ class CooperativeModule(Evaluations):
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
         check_uncompiled(self)
         # The only hook of the module that runs before Lightning refuses these flags without naming ours.
-        check_trainer_flags(self.trainer.gradient_clip_val, self.trainer.accumulate_grad_batches)
+        check_trainer_flags(self.trainer)
         prepare_callbacks(self.trainer)
         present = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
         return [kind() for kind in (ForgetStep, TellWhatStopped) if kind not in present]

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    BaseFinetuning,
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
@@ -74,7 +75,7 @@ def prepare_callbacks(trainer: Trainer) -> None:
     averages += [AveragedEpochs(one) for one in others if isinstance(one, StochasticWeightAveraging)]
     others = [one for one in others if not isinstance(one, WeightAveraging | StochasticWeightAveraging)]
     # Averages come first, so that all others see them at the end of a fit.
-    trainer.callbacks = [LoadModels(), *averages, *others, AfterOthers(averages)]  # type: ignore[attr-defined]
+    trainer.callbacks = [LoadModels(), *averages, *others, AfterOthers([*averages, *others])]  # type: ignore[attr-defined]
 
 
 class LoadModels(Callback):
@@ -221,12 +222,39 @@ def _trained(module: LightningModule, weights: Mapping[str, Any]) -> dict[str, A
 class AfterOthers(Callback):
     """Comes after all callbacks but those that save checkpoints, and looks at what they did to the weights.
 
+    A run that goes on finds frozen what was frozen when it was saved: `BaseFinetuning` freezes as at the beginning.
+
     Args:
-        averages: Callbacks that may have exchanged them.
+        others: The callbacks before it.
     """
 
-    def __init__(self, averages: Sequence[Callback]) -> None:
-        self._averages = [one for one in averages if isinstance(one, AveragedWeights)]
+    def __init__(self, others: Sequence[Callback]) -> None:
+        self._averages = [one for one in others if isinstance(one, AveragedWeights)]
+        self._freezing = [one for one in others if isinstance(one, BaseFinetuning)]
+        self._frozen: set[str] | None = None
+        self._epoch = -1
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"frozen": sorted(self._frozen or ()), "epoch": self._epoch} if self._freezing else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._frozen, self._epoch = set(state_dict["frozen"]), state_dict["epoch"]
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._frozen is not None:
+            for name, parameter in _trained(pl_module, dict(pl_module.named_parameters())).items():
+                parameter.requires_grad_(name not in self._frozen)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        # A run that goes on from the last batch of an epoch begins the next one without saying so.
+        if self._epoch < trainer.current_epoch:
+            for callback in self._freezing:
+                callback.on_train_epoch_start(trainer, pl_module)
+            self.on_train_epoch_start(trainer, pl_module)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -235,8 +263,10 @@ class AfterOthers(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        others = [name for name, one in pl_module.named_parameters() if one.requires_grad]
-        others = [name for name in others if name not in _trained(pl_module, dict.fromkeys(others))]
+        self._epoch = trainer.current_epoch
+        own = _trained(pl_module, dict(pl_module.named_parameters()))
+        self._frozen = {name for name, one in own.items() if not one.requires_grad}
+        others = [name for name, one in pl_module.named_parameters() if one.requires_grad and name not in own]
         if others:
             raise ValueError(
                 f"A callback has set requires_grad=True for {len(others)} weights that belong to no agent, the first"
