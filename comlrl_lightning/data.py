@@ -241,15 +241,16 @@ class TaskDataModule(LightningDataModule):
 
     def _training_split(self) -> Split:
         split = self._open("train_dataset")
-        if self.trainer is None or not self.trainer.overfit_batches:  # type: ignore[attr-defined]
+        num_batches = 0 if self.trainer is None else self.trainer.overfit_batches  # type: ignore[attr-defined]
+        if not num_batches:
             return split
         # Lightning takes what is no sampler of torch for one that shuffles, and cannot turn ours off.
         warnings.filterwarnings("ignore", message="You requested to overfit but enabled")
         if not self.shuffle:
             return split
         rank_zero_warn(
-            f"Trainer(overfit_batches={self.trainer.overfit_batches}) trains the same items in each epoch:"
-            " shuffle=True is off, and they are the first of train_dataset."
+            f"Trainer(overfit_batches={num_batches}) trains the same items in each epoch: shuffle=True is off, and they"
+            " are the first of train_dataset."
         )
         return split.in_order()
 
