@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from comlrl_lightning.callbacks.run_path import run_folder
-from comlrl_lightning.callbacks.support import batches_trained, check_count, is_rehearsal
+from comlrl_lightning.callbacks.support import batches_trained, check_count, is_rehearsal, wait_for_checkpoints
 from comlrl_lightning.files import Place
 from comlrl_lightning.keywords import KnownKeywords
 
@@ -107,6 +107,7 @@ class BatchCheckpoint(Checkpoint, KnownKeywords):
         outdated = [] if self._keep is None else self._saved[: -self._keep]
         part = path.parent / f".{path.name}.part" if path.is_local else path  # fsspec shows whole files only
         trainer.save_checkpoint(part.path, weights_only=False)
+        wait_for_checkpoints(trainer)
         if trainer.is_global_zero:
             if path.is_local:
                 if path.is_folder():  # a file is replaced in one go, so that there is one at any moment

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Real
 
 from lightning import LightningModule, Trainer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
 from comlrl_lightning.calls import check_unicode, short
@@ -81,6 +82,12 @@ def batches_trained(trainer: Trainer) -> int:
     """
     processed: int = trainer.fit_loop.epoch_loop.batch_progress.total.processed  # type: ignore[attr-defined]
     return processed
+
+
+def wait_for_checkpoints(trainer: Trainer) -> None:
+    """Return once all checkpoints are on the disk: `AsyncCheckpointIO` writes them in a thread, which then ends."""
+    if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
+        trainer.strategy.checkpoint_io.teardown()
 
 
 def check_count(callback: str, name: str, value: object) -> None:

@@ -143,7 +143,7 @@ class CooperativeCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         trainer = self._get(self.config, "trainer")
         with self._telling_mistakes():
-            check_trainer_flags(trainer.gradient_clip_val, trainer.accumulate_grad_batches)
+            check_trainer_flags(trainer)
             if self.subcommand in (None, "fit"):
                 check_precision_flag(trainer.precision)
 

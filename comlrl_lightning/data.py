@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from comlrl_lightning.checking import is_whole
@@ -237,7 +238,22 @@ class TaskDataModule(LightningDataModule, KnownKeywords):
         """Batches of the training split for this rank, from the position that a checkpoint left."""
         # Lightning names the epoch only after it has read the first item of a stream: begin with the right one.
         epoch = 0 if self.trainer is None else self.trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
-        return self._loader(self._open("train_dataset"), self.batch_size, position=EpochPosition(epoch))
+        return self._loader(self._training_split(), self.batch_size, position=EpochPosition(epoch))
+
+    def _training_split(self) -> Split:
+        split = self._open("train_dataset")
+        num_batches = 0 if self.trainer is None else self.trainer.overfit_batches  # type: ignore[attr-defined]
+        if not num_batches:
+            return split
+        # Lightning takes what is no sampler of torch for one that shuffles, and cannot turn ours off.
+        warnings.filterwarnings("ignore", message="You requested to overfit but enabled")
+        if not self.shuffle:
+            return split
+        rank_zero_warn(
+            f"Trainer(overfit_batches={num_batches}) trains the same items in each epoch: shuffle=True is off, and they"
+            " are the first of train_dataset."
+        )
+        return split.in_order()
 
     @override
     def val_dataloader(self) -> TaskLoader | list[TaskLoader]:

@@ -117,6 +117,7 @@ class CriticTeam(nn.Module):
         # Plain lists: the models that belong to the team are not part of this module.
         self.bodies = list(bodies)
         """What lies below each head."""
+        self._trained = [_trained_names(body) for body in bodies]
         self._heads = [Head(body.model.hidden_size, width, hidden_size) for body in bodies]
         self.heads = nn.ModuleList(self._heads)
         for body, head in zip(bodies, self._heads, strict=True):
@@ -249,8 +250,8 @@ class CriticTeam(nn.Module):
     def parameter_groups(self) -> dict[str, dict[str, nn.Parameter]]:
         """Trained parameters of ``critic``, or of ``critic_0``, ``critic_1``, ...; those of an agent are not in it."""
         return {
-            body.name: {**_named(head, "head"), **({} if body.is_agent else _trained(body))}
-            for body, head in zip(self.bodies, self._heads, strict=True)
+            body.name: {**_named(head, "head"), **({} if body.is_agent else _named(body.model, "model", names))}
+            for body, head, names in zip(self.bodies, self._heads, self._trained, strict=True)
         }
 
     def save(self, folder: str | Path) -> None:
@@ -295,17 +296,20 @@ def load_head(head: Head, folder: str | Path) -> None:
     head.load_state_dict(saved)
 
 
-def _named(module: nn.Module, prefix: str) -> dict[str, nn.Parameter]:
-    return {f"{prefix}.{path}": parameter for path, parameter in module.named_parameters()}
-
-
-def _trained(body: CriticBody) -> dict[str, nn.Parameter]:
-    """Trained parameters below the head of a critic that is no agent."""
+def _named(module: nn.Module, prefix: str, names: frozenset[str] | None = None) -> dict[str, nn.Parameter]:
+    """Parameters of a module, all or those of some names, with a prefix."""
     return {
-        f"model.{path}": parameter
+        f"{prefix}.{path}": parameter for path, parameter in module.named_parameters() if names is None or path in names
+    }
+
+
+def _trained_names(body: CriticBody) -> frozenset[str]:
+    """Names of the trained parameters below the head of a critic."""
+    return frozenset(
+        path
         for path, parameter in body.model.named_parameters()
         if parameter.requires_grad and (body.adapter is None or body.adapter in path.split("."))
-    }
+    )
 
 
 def _save_body(body: CriticBody, target: Path) -> None:

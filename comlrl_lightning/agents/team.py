@@ -57,8 +57,8 @@ class AgentTeam(nn.Module):
         self.models = nn.ModuleList(models)
         self._speakers = {agent: model for model in models for agent in model.agents}
         self.num_agents = len(self._speakers)
-        for agent in range(self.num_agents):
-            self.agent_parameters(agent)
+        # A callback may freeze some of them for a while: they are an agent's own all the same.
+        self._trained = [self._trained_names(agent) for agent in range(self.num_agents)]
 
     @classmethod
     def build(cls, settings: SharedBase | Separate) -> AgentTeam:
@@ -236,24 +236,32 @@ class AgentTeam(nn.Module):
         return [task() for _, task in tasks]
 
     def agent_parameters(self, agent: int) -> dict[str, nn.Parameter]:
-        """The trained parameters of one agent, by their names in `named_parameters`.
+        """The parameters that one agent trains, also while they are frozen, by their names in `named_parameters`."""
+        model, names = self._speakers[agent], self._trained[agent]
+        prefix = self._prefix(model)
+        return {prefix + path: one for path, one in model.named_parameters() if prefix + path in names}
+
+    def _trained_names(self, agent: int) -> frozenset[str]:
+        """Names of an agent's parameters with `requires_grad`.
 
         Raises:
             ValueError: There are none.
         """
         model, name = self._speakers[agent], adapter_name(agent)
-        prefix = f"models.{self.language_models().index(model)}."
-        parameters = {
-            prefix + path: parameter
+        names = frozenset(
+            self._prefix(model) + path
             for path, parameter in model.named_parameters()
             if parameter.requires_grad and (model.adapters is None or name in path.split("."))
-        }
-        if not parameters:
+        )
+        if not names:
             raise ValueError(
                 f"agent_{agent} has no trainable parameters. Check the target modules of its adapter, "
                 "and that its weights require gradients."
             )
-        return parameters
+        return names
+
+    def _prefix(self, model: LanguageModel) -> str:
+        return f"models.{self.language_models().index(model)}."
 
     def trains_adapter(self, agent: int) -> bool:
         """Whether an agent trains an adapter and not all weights of its model."""

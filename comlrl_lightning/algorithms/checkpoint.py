@@ -294,7 +294,7 @@ def kept_names(module: CooperativeModule) -> list[str]:
     return [
         name
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad or any(part.endswith(REFERENCE) for part in name.split("."))
+        if name in module.trained_names or any(part.endswith(REFERENCE) for part in name.split("."))
     ]
 
 

@@ -305,20 +305,27 @@ def _smaller(shape: RolloutShape, num_agents: int, max_nodes: int, min_generatio
     return found
 
 
-def check_trainer_flags(gradient_clip_val: float | None, accumulate_grad_batches: int) -> None:
+def check_trainer_flags(trainer: Trainer) -> None:
     """Refuse flags of the Trainer that do not know about agents and buffers.
+
+    Args:
+        trainer: The Trainer, or its settings as the command line parsed them.
 
     Raises:
         ValueError: If one is set; it names our argument.
     """
-    if gradient_clip_val is not None:
+    for name, value in (
+        ("gradient_clip_val", trainer.gradient_clip_val),
+        ("gradient_clip_algorithm", trainer.gradient_clip_algorithm),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"Trainer({name}={value!r}) does not know about agents."
+                " Leave it out and use max_grad_norm, which clips each agent by itself."
+            )
+    if trainer.accumulate_grad_batches != 1:
         raise ValueError(
-            f"Trainer(gradient_clip_val={gradient_clip_val!r}) does not know about agents."
-            " Leave it out and use max_grad_norm, which clips each agent by itself."
-        )
-    if accumulate_grad_batches != 1:
-        raise ValueError(
-            f"Trainer(accumulate_grad_batches={accumulate_grad_batches!r}) does not know of buffers."
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches!r}) does not know of buffers."
             " Leave it out and use rollout_buffer_size and train_batch_size (nodes per update) or"
             " micro_batch_tokens (memory)."
         )

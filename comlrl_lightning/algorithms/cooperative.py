@@ -48,6 +48,7 @@ from comlrl_lightning.algorithms.hparams import (
     to_plain,
 )
 from comlrl_lightning.algorithms.interrupts import TellWhatStopped
+from comlrl_lightning.algorithms.lightning_callbacks import prepare_callbacks
 from comlrl_lightning.algorithms.methods import ActorCritic, Method
 from comlrl_lightning.algorithms.optimization import IdleSteps
 from comlrl_lightning.algorithms.recording import (
@@ -258,7 +259,8 @@ class CooperativeModule(Evaluations, KnownKeywords):
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
         check_uncompiled(self)
         # The only hook of the module that runs before Lightning refuses these flags without naming ours.
-        check_trainer_flags(self.trainer.gradient_clip_val, self.trainer.accumulate_grad_batches)
+        check_trainer_flags(self.trainer)
+        prepare_callbacks(self.trainer)
         present = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
         own = [kind() for kind in (ForgetStep, TellWhatStopped) if kind not in present]
         return [*own, *keep_run_ids(self.trainer)]

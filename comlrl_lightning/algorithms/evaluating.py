@@ -39,6 +39,8 @@ class Evaluations(BufferedUpdates):
     discount: float
     eval_seed: int | None
     evaluation_metrics: MetricTable
+    trained_names: frozenset[str]
+    """Names of the weights that were trained when the models had loaded, also while a callback freezes some."""
     _evaluated: list[Rollouts]
     _gathered: Rollouts | None = None
 
@@ -46,6 +48,7 @@ class Evaluations(BufferedUpdates):
     def configure_model(self) -> None:
         if self._modules.get("team") is None:
             self.load_models()
+            self.trained_names = frozenset(name for name, one in self.named_parameters() if one.requires_grad)
         follow_strategy(self)
 
     def load_models(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import SWALR
 from typing_extensions import override
 
 from comlrl_lightning.agents.sharding import Lockstep
@@ -162,8 +163,9 @@ class BufferedUpdates(LightningModule):
             self._backward(loss)
         groups = {name: list(group.values()) for name, group in learner.parameter_groups().items()}
         here = learner.active_groups(rows)
-        active = average_gradients(list(groups.values()), len(rows), [name in here for name in groups])
-        moving = {name: group for (name, group), moves in zip(groups.items(), active, strict=True) if moves}
+        moves = [name in here and any(one.requires_grad for one in group) for name, group in groups.items()]
+        active = average_gradients(list(groups.values()), len(rows), moves)
+        moving = {name: group for (name, group), is_active in zip(groups.items(), active, strict=True) if is_active}
         if moving and not self._clip(moving, stats):
             self._count_step(self._emptied_optimizer(), moves=False)
             return
@@ -181,7 +183,7 @@ class BufferedUpdates(LightningModule):
         optimizer.step()
         self.update_step += moves
         scheduler = self.lr_schedulers()
-        if isinstance(scheduler, LRScheduler):
+        if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, SWALR):  # that one counts epochs
             scheduler.step()
 
     def _emptied_optimizer(self) -> LightningOptimizer:
@@ -195,6 +197,8 @@ class BufferedUpdates(LightningModule):
         """Gradients of this rank alone; `average_gradients` adds the ranks once per optimizer step."""
         if self.lockstep is not None:
             loss = self.lockstep.with_idle(loss)
+        if not loss.requires_grad:  # a callback has frozen all that it depends on
+            return
         model = self.trainer.strategy.model
         with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
             self.manual_backward(loss)

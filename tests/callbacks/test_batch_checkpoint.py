@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from comlrl_lightning.callbacks import BatchCheckpoint, RewardCurve
 from comlrl_lightning.data import TaskBatch
@@ -92,3 +94,29 @@ def test_folder_of_another_run_is_warned_of(tmp_path: Path) -> None:
 def test_counts_are_whole_numbers_from_one(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"BatchCheckpoint\({name}={value!r}\) is not a whole number from 1"):
         BatchCheckpoint(**{name: value})  # type: ignore[arg-type]
+
+
+class Present(Checkpoint):
+    """The files in a folder after each batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names: list[list[str]] = []
+
+    def on_train_batch_end(self, *args: object) -> None:
+        self.names.append(sorted(path.name for path in self.folder.iterdir()))
+
+
+def test_checkpoints_of_a_thread_are_whole(tmp_path: Path) -> None:
+    io = AsyncCheckpointIO()
+    checkpoint = BatchCheckpoint(keep=2, dirpath=tmp_path)
+    present = Present(tmp_path)
+    trainer = quiet_trainer(tmp_path, checkpoint, present, plugins=[io], enable_checkpointing=True)
+    trainer.fit(FakeModule(), data(train=3))
+    # After each batch its checkpoint is there, and no more than two of them.
+    numbers = [[1], [1, 2], [2, 3]]
+    assert present.names == [[f"batch-{one:06d}.ckpt" for one in step] for step in numbers]
+    resumed = FakeModule()
+    path = tmp_path / "batch-000002.ckpt"
+    quiet_trainer(tmp_path).fit(resumed, data(train=3), ckpt_path=path)
+    assert resumed.trained == [2]
