@@ -16,7 +16,7 @@ from comlrl_lightning.callbacks.support import batches_trained, check_count, is_
 
 
 class BatchCheckpoint(Checkpoint):
-    """Save a checkpoint every so many training batches, also while the rollout buffer fills.
+    """Save a checkpoint every so many training batches, also while the rollout buffer fills, and at the end of a fit.
 
     Lightning's `ModelCheckpoint` skips a save when no optimizer step happened since the last one; this one does not.
     It takes the place of the one that Lightning adds by itself, and like that one does not go together with
@@ -25,7 +25,8 @@ class BatchCheckpoint(Checkpoint):
     Files are called ``batch-000012.ckpt`` after the batches trained since the run began, over all epochs.
 
     Args:
-        every_n_batches: Training batches of this rank between two checkpoints.
+        every_n_batches: Training batches of this rank between two checkpoints. What is left at the end of a fit, however
+            it was limited, gets one more; what an error or a signal ends does not.
         keep: How many of the latest checkpoints stay; None keeps all.
         dirpath: Folder of the checkpoints; None takes ``checkpoints`` in the folder of the run.
 
@@ -76,6 +77,12 @@ class BatchCheckpoint(Checkpoint):
         if num_batches % self._every_n_batches or is_rehearsal(trainer):
             return
         self._save(trainer, self._folder(trainer) / f"batch-{num_batches:06d}.ckpt")
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        num_batches = batches_trained(trainer)
+        if num_batches % self._every_n_batches and not is_rehearsal(trainer):
+            self._save(trainer, self._folder(trainer) / f"batch-{num_batches:06d}.ckpt")
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from comlrl_lightning.algorithms.checkpoint import (
 from comlrl_lightning.algorithms.checks import (
     OptimizerFactory,
     SchedulerFactory,
+    check_checkpoints,
     check_kind,
     check_optimizer,
     check_precision,
@@ -232,7 +233,9 @@ class CooperativeModule(Evaluations):
         check_uncompiled(self)
         # The only hook of the module that runs before Lightning refuses these flags without naming ours.
         check_trainer_flags(self.trainer.gradient_clip_val, self.trainer.accumulate_grad_batches)
-        present = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        check_checkpoints(callbacks)
+        present = {type(callback) for callback in callbacks}
         return [kind() for kind in (ForgetStep, TellWhatStopped) if kind not in present]
 
     @override
@@ -297,7 +300,7 @@ class CooperativeModule(Evaluations):
 
     @override
     def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
-        self.step_start = StepStart.of(self)
+        self.step_start = StepStart.of(self, batch.epoch, batch.start)
         # Lightning does not see the end of a stream that is shorter than `limit_train_batches`.
         is_last = self.trainer.is_last_batch or batch.is_last
         self._train_on(batch, is_last)
@@ -347,6 +350,11 @@ class CooperativeModule(Evaluations):
         self._write(metrics)
         for key, value in metrics.items():
             self.log(key, value, logger=False, batch_size=1, prog_bar=key.endswith("reward_mean"))
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether the state of a checkpoint waits for the start of training."""
+        return self._resumed is not None
 
     def counters(self) -> dict[str, float]:
         """What stands beside every training log; `env_step` is the x-axis."""

@@ -165,8 +165,8 @@ class BufferedUpdates(LightningModule):
             return
         stats.record(self.training_metrics, len(rows))
         if moving:
+            self.update_step += 1  # before the step: from here on the weights may be others
             optimizer.step()
-            self.update_step += 1
             scheduler = self.lr_schedulers()
             if isinstance(scheduler, LRScheduler):
                 scheduler.step()
