@@ -42,7 +42,7 @@ class EpochPosition:
         if epoch != self.now.epoch:
             self.now = Place(epoch, batches=self.now.batches)
 
-    def advance(self, epoch: int, stop: int, last: bool, cut: bool) -> None:
+    def advance(self, epoch: int, stop: int, last: bool, cut: bool = False) -> None:
         """Count a step up to item `stop` of `epoch` as trained; `last` ends the epoch, `cut` before its data end."""
         batches = self.now.batches + 1
         self.now = Place(epoch + 1, 0, batches, stop if cut else 0) if last else Place(epoch, stop, batches)

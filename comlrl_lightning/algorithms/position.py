@@ -16,8 +16,8 @@ State = Mapping[str, Any]
 
 def position_in(checkpoint: Mapping[str, Any]) -> State | None:
     """The position of the data in a checkpoint of Lightning; None if it is of no fit."""
-    loops = checkpoint.get("loops", {})
-    loaders = loops["fit_loop"]["state_dict"].get("combined_loader") if "fit_loop" in loops else None
+    loops = checkpoint.get("loops", {}).get("fit_loop", {"state_dict": {}})
+    loaders = loops["state_dict"].get("combined_loader")
     return loaders[0] if loaders else None
 
 
