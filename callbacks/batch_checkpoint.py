@@ -25,8 +25,8 @@ class BatchCheckpoint(Checkpoint):
     Files are called ``batch-000012.ckpt`` after the batches trained since the run began, over all epochs.
 
     Args:
-        every_n_batches: Training batches of this rank between two checkpoints. What is left at the end of a fit, however
-            it was limited, gets one more; what an error or a signal ends does not.
+        every_n_batches: Training batches of this rank between two checkpoints. What is left at the end of a fit,
+            however it was limited, gets one more; what an error or a signal ends does not.
         keep: How many of the latest checkpoints stay; None keeps all.
         dirpath: Folder of the checkpoints; None takes ``checkpoints`` in the folder of the run.
 

@@ -101,8 +101,8 @@ class StepStart:
 def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
     """Reduce a checkpoint to the weights that it holds, and add the state of the run. Call it on every rank.
 
-    What is saved while a training step runs or has failed goes on from the start of that step. Once an optimizer step of
-    its update was taken, its weights belong to no place of a run, and no fit goes on from there.
+    What is saved while a training step runs or has failed goes on from the start of that step. Once an optimizer step
+    of its update was taken, its weights belong to no place of a run, and no fit goes on from there.
     """
     checkpoint["state_dict"] = {name: checkpoint["state_dict"][name] for name in kept_names(module)}
     position = position_in(checkpoint) or {"epoch": 0, "position": 0}
@@ -166,7 +166,7 @@ def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any], *, fittin
         check_settings(saved, current)
         if module.trainer.strategy.lightning_restore_optimizer and "optimizer_states" not in checkpoint:
             raise ValueError(
-                "The checkpoint holds weights alone, as save_weights_only=True makes them, and no run can go on from it."
+                "The checkpoint holds weights alone, as save_weights_only=True makes them, and no run goes on from it."
                 " Save without that, or load its weights with load_from_checkpoint for a new run."
             )
         if state["no_resume"]:

@@ -24,9 +24,9 @@ def position_in(checkpoint: Mapping[str, Any]) -> State | None:
 def align_loops(checkpoint: Mapping[str, Any]) -> None:
     """Set the counters of Lightning's training loops in a checkpoint to what follows from the position of the data.
 
-    They depend on the hook that saved the checkpoint, and on how often the run was resumed before: an epoch that a limit
-    has cut counts as over, one that is over may count as running. Inside an epoch they become those of the end of a
-    batch, between two epochs those of a run that ended with the first.
+    They depend on the hook that saved the checkpoint, and on how often the run was resumed before: an epoch that a
+    limit has cut counts as over, one that is over may count as running. Inside an epoch they become those of the end of
+    a batch, between two epochs those of a run that ended with the first.
 
     Args:
         checkpoint: What Lightning is about to load; changed in place.

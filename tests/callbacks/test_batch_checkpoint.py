@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,24 @@ def test_saves_without_optimizer_steps_and_keeps_the_latest(tmp_path: Path) -> N
     # Ten batches in two epochs: saved after 2, 4, 6, 8, 10.
     assert names(tmp_path / "saved") == ["batch-000008.ckpt", "batch-000010.ckpt"]
     assert checkpoint.last_path == tmp_path / "saved" / "batch-000010.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("every", "limits", "expected"),
+    [
+        (10, {}, ["batch-000005.ckpt"]),
+        (2, {}, ["batch-000002.ckpt", "batch-000004.ckpt", "batch-000005.ckpt"]),
+        (2, {"max_steps": 3}, ["batch-000002.ckpt", "batch-000003.ckpt"]),
+        (5, {}, ["batch-000005.ckpt"]),
+        (2, {"fast_dev_run": 3}, []),
+    ],
+)
+def test_the_end_of_a_fit_is_saved(tmp_path: Path, every: int, limits: dict[str, Any], expected: list[str]) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    checkpoint = BatchCheckpoint(every, keep=None, dirpath=folder)
+    quiet_trainer(tmp_path, checkpoint, enable_checkpointing=True, **limits).fit(FakeModule(), data(5, 0))
+    assert names(folder) == expected
 
 
 def test_default_folder_is_that_of_the_run(tmp_path: Path) -> None:
