@@ -176,7 +176,7 @@ class InterruptedBetween(BeforeBatch):
 
 
 class Killed(BeforeBatch):
-    """The end of the process, for which nobody gets ready."""
+    """The end of the process, without any hook."""
 
     def end(self, trainer: Trainer) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
