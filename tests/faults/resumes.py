@@ -193,11 +193,11 @@ class FailsEarly(Stopper):
             collect = pl_module._train_on
 
             def fail(*args: Any) -> None:
-                pl_module._optimizer_step = self.raise_error  # type: ignore[method-assign]
+                vars(pl_module)["_optimizer_step"] = self.raise_error
                 collect(*args)
                 self.raise_error()
 
-            pl_module._train_on = fail  # type: ignore[method-assign]
+            vars(pl_module)["_train_on"] = fail
 
     def raise_error(self, *args: Any) -> None:
         raise PowerCut
@@ -218,7 +218,7 @@ class FailsLate(Stopper):
                 train(*args)
                 raise PowerCut
 
-            pl_module._train_on = fail  # type: ignore[method-assign]
+            vars(pl_module)["_train_on"] = fail
 
     def end(self, trainer: Trainer) -> None:
         raise PowerCut
@@ -359,6 +359,7 @@ def run(
 def whole_run(family: Family, always: tuple[tuple[str, Any], ...], ranks: int = 1) -> Whole:
     """The unbroken run, under the settings that all of its parts have."""
     part = run(family, ranks=ranks, **{**dict(always), "enable_checkpointing": False})
+    assert part.steps[-1].epoch == EPOCHS[family] - 1, "something has ended the unbroken run"
     return Whole(part.steps, part.evaluations)
 
 

@@ -90,5 +90,5 @@ def chain_on_rank(family: Family, kind: str, folder: Path) -> list[str]:
     ],
 )
 def test_two_ranks_that_a_limit_ends(family: Family, kind: str, tmp_path: Path) -> None:
-    first, second = run_ranks(chain_on_rank, 2, family, kind, tmp_path)
+    first, second = run_ranks(chain_on_rank, 2, family, kind, tmp_path, timeout=600)
     assert first == second
