@@ -18,7 +18,7 @@ from comlrl_lightning.keywords import KnownKeywords
 
 
 class BatchCheckpoint(Checkpoint, KnownKeywords):
-    """Save a checkpoint every so many training batches, also while the rollout buffer fills.
+    """Save a checkpoint every so many training batches, also while the rollout buffer fills, and at the end of a fit.
 
     Lightning's `ModelCheckpoint` skips a save when no optimizer step happened since the last one; this one does not.
     It takes the place of the one that Lightning adds by itself, and like that one does not go together with
@@ -27,7 +27,8 @@ class BatchCheckpoint(Checkpoint, KnownKeywords):
     Files are called ``batch-000012.ckpt`` after the batches trained since the run began, over all epochs.
 
     Args:
-        every_n_batches: Training batches of this rank between two checkpoints.
+        every_n_batches: Training batches of this rank between two checkpoints. What is left at the end of a fit,
+            however it was limited, gets one more; what an error or a signal ends does not.
         keep: How many of the latest checkpoints stay; None keeps all.
         dirpath: Folder of the checkpoints, also an address such as ``s3://bucket/run`` that fsspec reaches; None takes
             ``checkpoints`` in the folder of the run.
@@ -82,6 +83,12 @@ class BatchCheckpoint(Checkpoint, KnownKeywords):
         if num_batches % self._every_n_batches or is_rehearsal(trainer):
             return
         self._save(trainer, self._folder(trainer) / f"batch-{num_batches:06d}.ckpt")
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        num_batches = batches_trained(trainer)
+        if num_batches % self._every_n_batches and not is_rehearsal(trainer):
+            self._save(trainer, self._folder(trainer) / f"batch-{num_batches:06d}.ckpt")
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,6 +17,7 @@ from comlrl_lightning.agents.adapters import REFERENCE
 from comlrl_lightning.agents.language_model import adapter_name
 from comlrl_lightning.algorithms.bases import bases_of, check_bases
 from comlrl_lightning.algorithms.hparams import is_remark, to_plain
+from comlrl_lightning.algorithms.position import align_loops, check_epoch, position_in
 from comlrl_lightning.distributed import gather_objects, rank, world_size
 from comlrl_lightning.rollouts.buffer import CreditedNode
 
@@ -81,7 +81,11 @@ def restore_global_rng_states(states: RngStates) -> None:
 class StepStart:
     """What a training step changes before its items count as trained."""
 
+    epoch: int
+    items: int
+    """Position of the step in its epoch, over all ranks."""
     env_step: int
+    update_step: int
     buffer: list[CreditedNode]
     metrics: dict[str, Any]
     rng: RngStates
@@ -89,20 +93,24 @@ class StepStart:
     """What the algorithm adds."""
 
     @classmethod
-    def of(cls, module: CooperativeModule) -> StepStart:
+    def of(cls, module: CooperativeModule, epoch: int, items: int) -> StepStart:
         """The present state of a module."""
         metrics = {name: value.clone() for name, value in module.training_metrics.state_dict().items()}
-        return cls(module.env_step, list(module.buffer), metrics, global_rng_states(), module.progress())
+        steps = module.env_step, module.update_step
+        return cls(epoch, items, *steps, list(module.buffer), metrics, global_rng_states(), module.progress())
 
 
 def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
     """Reduce a checkpoint to the weights that it holds, and add the state of the run. Call it on every rank.
 
-    What is saved while a training step runs or has failed goes on from the start of that step, with the weights as they
-    are: exact unless one of several optimizer steps of an update had been taken.
+    What is saved while a training step runs or has failed goes on from the start of that step. Once an optimizer step
+    of its update was taken, its weights belong to no place of a run, and no fit goes on from there.
     """
     checkpoint["state_dict"] = {name: checkpoint["state_dict"][name] for name in kept_names(module)}
-    start = module.step_start or StepStart.of(module)
+    position = position_in(checkpoint) or {"epoch": 0, "position": 0}
+    start = module.step_start
+    if start is None or (start.epoch, start.items) != (position["epoch"], position["position"]):
+        start = StepStart.of(module, position["epoch"], position["position"])
     this_rank = {
         "rng": start.rng,
         "buffer": [entry.to_state() for entry in start.buffer],
@@ -114,12 +122,26 @@ def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
         "bases": bases_of(module),
         "optimization": module.optimization,
         "learning_rates": module.learning_rates,
+        "no_resume": _no_resume(module, start),
         "env_step": start.env_step,
         "update_step": module.update_step,
         "last_log": module.last_log,
         "own": module.progress_state(start.own),
         "ranks": gather_objects([this_rank]),
     }
+
+
+def _no_resume(module: CooperativeModule, start: StepStart) -> str | None:
+    """Why no run can go on exactly from what is saved now; None if one can."""
+    if module.is_resuming:
+        return "before the run that it is of had gone on from its own checkpoint. Resume from that one"
+    if module.update_step > start.update_step:
+        return (
+            "inside an update, after one of its optimizer steps: its weights belong to no place of a run. Resume from a"
+            " checkpoint saved before, such as those of BatchCheckpoint, or load its weights with load_from_checkpoint"
+            " for a new run"
+        )
+    return None
 
 
 def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any], *, fitting: bool) -> dict[str, Any]:
@@ -144,6 +166,14 @@ def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any], *, fittin
         current = {"algorithm": type(module).__name__, **_fixed_settings(module), **_fixed(module.optimization)}
         saved = {"algorithm": state["algorithm"], **state["settings"], **_fixed(state["optimization"])}
         check_settings(saved, current)
+        if module.trainer.strategy.lightning_restore_optimizer and "optimizer_states" not in checkpoint:
+            raise ValueError(
+                "The checkpoint holds weights alone, as save_weights_only=True makes them, and no run goes on from it."
+                " Save without that, or load its weights with load_from_checkpoint for a new run."
+            )
+        if state["no_resume"]:
+            raise ValueError(f"The checkpoint was saved {state['no_resume']}.")
+        align_loops(checkpoint)
     check_bases(state["bases"], bases_of(module))
     missing = sorted(set(kept_names(module)) - set(checkpoint["state_dict"]))
     if missing:
@@ -154,7 +184,7 @@ def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any], *, fittin
     _check_places(module, checkpoint["state_dict"])
     module.env_step, module.update_step = state["env_step"], state["update_step"]
     module.last_log = tuple(state["last_log"])
-    return state
+    return {**state, "position": position_in(checkpoint)}
 
 
 def _check_places(module: CooperativeModule, saved: Iterable[str]) -> None:
@@ -187,17 +217,9 @@ def restore_run(module: CooperativeModule, state: Mapping[str, Any]) -> None:
             parts = [saved["metrics"] for saved in state["ranks"]]
             module.training_metrics.load_state_dict({name: sum(part[name] for part in parts) for name in parts[0]})
     module.restore_progress(state["own"])
-    _end_epoch(module.trainer)
+    check_epoch(module.trainer, state["position"])
     change_learning_rates(module, state["learning_rates"])
     change_options(module, state["optimization"]["optimizer_options"])
-
-
-def _end_epoch(trainer: Trainer) -> None:
-    """Let an epoch that is over be over, also where the next ones have more steps: Lightning compares the numbers."""
-    loop = trainer.fit_loop.epoch_loop
-    progress, num_batches = loop.batch_progress, trainer.num_training_batches
-    if loop.restarted_on_train_batch_end and progress.is_last_batch and num_batches != float("inf"):
-        progress.current.completed = max(progress.current.completed, int(num_batches))
 
 
 def change_learning_rates(module: CooperativeModule, saved: Sequence[float]) -> None:

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.compile import to_uncompiled
@@ -43,6 +44,21 @@ def refuse_settings(owner: str, names: Sequence[str], given: Mapping[str, Any], 
     for name in names:
         if name in given:
             raise ValueError(f"{owner}({name}=...) has no such setting: {reason}. Leave it out.")
+
+
+def check_checkpoints(callbacks: Iterable[Callback]) -> None:
+    """Refuse `ModelCheckpoint(train_time_interval=...)`, which saves nothing where a module steps its optimizer itself.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for callback in callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
+            raise ValueError(
+                f"ModelCheckpoint(train_time_interval={callback._train_time_interval!r}) would save nothing: Lightning"
+                " looks at it under automatic optimization only. Use BatchCheckpoint(every_n_batches=...) or"
+                " ModelCheckpoint(every_n_train_steps=...)."
+            )
 
 
 def check_flag(**values: bool) -> None:

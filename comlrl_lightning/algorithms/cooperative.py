@@ -27,6 +27,7 @@ from comlrl_lightning.algorithms.checks import (
     OptimizerFactory,
     SchedulerFactory,
     check_batch,
+    check_checkpoints,
     check_data,
     check_kind,
     check_optimizer,
@@ -260,8 +261,10 @@ class CooperativeModule(Evaluations, KnownKeywords):
         check_uncompiled(self)
         # The only hook of the module that runs before Lightning refuses these flags without naming ours.
         check_trainer_flags(self.trainer)
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        check_checkpoints(callbacks)
         prepare_callbacks(self.trainer)
-        present = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
+        present = {type(callback) for callback in callbacks}
         own = [kind() for kind in (ForgetStep, TellWhatStopped) if kind not in present]
         return [*own, *keep_run_ids(self.trainer)]
 
@@ -330,7 +333,7 @@ class CooperativeModule(Evaluations, KnownKeywords):
     @override
     def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
         check_batch(batch)
-        self.step_start = StepStart.of(self)
+        self.step_start = StepStart.of(self, batch.epoch, batch.start)
         # Lightning does not see the end of a stream that is shorter than `limit_train_batches`.
         is_last = self.trainer.is_last_batch or batch.is_last
         self._train_on(batch, is_last)
@@ -380,6 +383,11 @@ class CooperativeModule(Evaluations, KnownKeywords):
         self._write(metrics)
         for key, value in metrics.items():
             self.log(key, value, logger=False, batch_size=1, prog_bar=key.endswith("reward_mean"))
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether the state of a checkpoint waits for the start of training."""
+        return self._resumed is not None
 
     def counters(self) -> dict[str, float]:
         """What stands beside every training log; `env_step` is the x-axis."""

@@ -176,7 +176,7 @@ class PreferenceModule(CooperativeModule):
     @override
     def _train_on(self, batch: TaskBatch, is_last: bool) -> None:
         self.rollouts = None  # steps on pairs have none
-        phase = self.schedule.phase(self.current_epoch)
+        phase = self.schedule.phase(batch.epoch)
         if phase.kind == "collect":
             self._collect_pairs(batch, phase, is_last)
         else:

@@ -180,8 +180,8 @@ class BufferedUpdates(LightningModule):
 
     def _count_step(self, optimizer: LightningOptimizer, *, moves: bool) -> None:
         """Step optimizer and schedule. Without gradients no weight moves, momentum or not, but Lightning counts."""
+        self.update_step += moves  # before the step: from here on the weights may be others
         optimizer.step()
-        self.update_step += moves
         scheduler = self.lr_schedulers()
         if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, SWALR):  # that one counts epochs
             scheduler.step()

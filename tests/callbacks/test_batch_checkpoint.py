@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,24 @@ def test_every_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
     for version in range(2):
         quiet_trainer(tmp_path, BatchCheckpoint(), enable_checkpointing=True).fit(FakeModule(), data(3, 0))
         assert names(tmp_path / "lightning_logs" / f"version_{version}" / "checkpoints") == ["batch-000003.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("every", "limits", "expected"),
+    [
+        (10, {}, ["batch-000005.ckpt"]),
+        (2, {}, ["batch-000002.ckpt", "batch-000004.ckpt", "batch-000005.ckpt"]),
+        (2, {"max_steps": 3}, ["batch-000002.ckpt", "batch-000003.ckpt"]),
+        (5, {}, ["batch-000005.ckpt"]),
+        (2, {"fast_dev_run": 3}, []),
+    ],
+)
+def test_the_end_of_a_fit_is_saved(tmp_path: Path, every: int, limits: dict[str, Any], expected: list[str]) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    checkpoint = BatchCheckpoint(every, keep=None, dirpath=folder)
+    quiet_trainer(tmp_path, checkpoint, enable_checkpointing=True, **limits).fit(FakeModule(), data(5, 0))
+    assert names(folder) == expected
 
 
 def test_resume_equals_the_unbroken_run_and_prunes_what_came_before(tmp_path: Path) -> None:

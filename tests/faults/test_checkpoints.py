@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from comlrl_lightning import MAGRPO, LoraSettings, Sampling, Separate, SharedBase, TaskDataModule
 from comlrl_lightning.agents.fingerprints import config_hash
@@ -103,6 +105,52 @@ def cut(folder: Path) -> None:
     go_on(path)
 
 
+def by_time(folder: Path) -> None:
+    callback = ModelCheckpoint(folder, train_time_interval=timedelta(seconds=1))
+    make_trainer([callback], enable_checkpointing=True).fit(new_module(), TaskDataModule(ITEMS[:1]))
+
+
+def weights_alone(folder: Path) -> None:
+    trainer = fit(new_module(), ITEMS[:1])
+    trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    go_on(folder / "weights.ckpt")
+
+
+def too_early(folder: Path) -> None:
+    class Broken(Callback):
+        def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            raise RuntimeError("no room")
+
+    callbacks = [Broken(), OnExceptionCheckpoint(folder, "early")]
+    trainer = make_trainer(callbacks, max_epochs=2, enable_checkpointing=True)
+    with pytest.raises(RuntimeError, match="no room"):
+        trainer.fit(new_module(), TaskDataModule(ITEMS[:1]), ckpt_path=saved(folder))
+    go_on(folder / "early.ckpt")
+
+
+def stopped_inside(folder: Path) -> Path:
+    """The checkpoint of a run of two steps of an epoch of four."""
+    trainer = make_trainer(max_steps=1)
+    trainer.fit(new_module(), TaskDataModule(ITEMS))  # its buffer holds two nodes
+    trainer.save_checkpoint(folder / "inside.ckpt")
+    return folder / "inside.ckpt"
+
+
+def limit_inside(folder: Path) -> None:
+    trainer = make_trainer(limit_train_batches=1)
+    trainer.fit(new_module(), TaskDataModule(ITEMS), ckpt_path=stopped_inside(folder))
+
+
+def test_a_limit_that_is_lifted_is_told(tmp_path: Path) -> None:
+    trainer = make_trainer(limit_train_batches=2)
+    trainer.fit(new_module(), TaskDataModule(ITEMS))
+    trainer.save_checkpoint(tmp_path / "limited.ckpt")
+    module = new_module()
+    with pytest.warns(UserWarning, match=r"last epoch ended after 2 items, by limit_train_batches.*next one"):
+        make_trainer(max_epochs=2).fit(module, TaskDataModule(ITEMS), ckpt_path=tmp_path / "limited.ckpt")
+    assert module.env_step == (2 + 4) * 2
+
+
 CASES = (
     Refused(
         "checkpoints",
@@ -174,6 +222,30 @@ CASES = (
         "a checkpoint of another program",
         "The checkpoint was not saved by comlrl_lightning. Load its weights with agents= instead.",
         foreign,
+    ),
+    Refused(
+        "checkpoints",
+        "`ModelCheckpoint(train_time_interval=...)`, which Lightning never looks at",
+        "ModelCheckpoint(train_time_interval=datetime.timedelta(...)) would save nothing ... Use BatchCheckpoint(",
+        by_time,
+    ),
+    Refused(
+        "checkpoints",
+        "a run that goes on from `save_weights_only=True`",
+        "The checkpoint holds weights alone, as save_weights_only=True makes them ... Save without that, or load",
+        weights_alone,
+    ),
+    Refused(
+        "checkpoints",
+        "a checkpoint of a run that had not gone on from its own yet",
+        "The checkpoint was saved before the run that it is of had gone on from its own checkpoint. Resume from that",
+        too_early,
+    ),
+    Refused(
+        "checkpoints",
+        "inside an epoch, on with a `limit_train_batches` that is reached already",
+        "limit_train_batches=1 makes epochs of 1 batches, but the checkpoint was saved inside an epoch after 2.",
+        limit_inside,
     ),
     Refused("checkpoints", "a checkpoint that was cut", "PytorchStreamReader failed", cut, RuntimeError),
     Refused(
