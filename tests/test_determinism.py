@@ -30,9 +30,7 @@ def differences(case: Case, golden: Any, seen: Any) -> list[str]:
     return [
         line
         for part in seen
-        for line in files.differences(
-            golden[part], seen[part], part, exact=part in files.EXACT and not case.learned
-        )
+        for line in files.differences(golden[part], seen[part], part, exact=part in files.EXACT and not case.learned)
     ]
 
 
@@ -46,6 +44,7 @@ def test_golden_numbers(name: str) -> None:
 @pytest.mark.parametrize("name", KEPT)
 def test_old_checkpoints_go_on(name: str) -> None:
     case, golden = KEPT[name], files.read(name)
+    assert case.stop is not None
     seen, _ = run(case, golden["seed"], ckpt_path=checkpoint_of(name))
     assert len(seen["steps"]) == len(golden["steps"]) - case.stop
     assert 0 < len(seen["logs"]) < len(golden["logs"])

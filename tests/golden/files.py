@@ -44,7 +44,7 @@ def _rounded(value: Any) -> Any:
 
 def _text(value: Any, indent: str = "") -> str:
     short = json.dumps(value)
-    if not isinstance(value, dict | list) or not value or len(indent) + len(short) <= WIDTH and not _is_deep(value):
+    if not isinstance(value, dict | list) or not value or (len(indent) + len(short) <= WIDTH and not _is_deep(value)):
         return short
     inner = indent + "  "
     if isinstance(value, dict):

@@ -149,6 +149,7 @@ PREFERENCES: dict[str, Any] = {"num_candidates": 4}
 TWO_TURNS: dict[str, Any] = {"num_turns": 2, "external_transition": echo}
 REWARD_MODEL = JointRewardModel(AdapterCritic(LORA, hidden_size=8), learning_rate=0.05, held_out_share=0.4)
 CRITIC = AdapterCritic(LORA)
+PARTS = WeightedRewards({"any": reward, "length": length_reward}, {"any": 1.0, "length": 0.5})
 
 
 def critic(**settings: Any) -> dict[str, Any]:
@@ -207,9 +208,7 @@ CASES: dict[str, Case] = {
             "max_grad_norm": None,
         },
     ),
-    "magrpo_parts": Case(
-        MAGRPO, {"reward_func": WeightedRewards({"any": reward, "length": length_reward}, {"any": 1.0, "length": 0.5}), "reward_processor": abs}
-    ),
+    "magrpo_parts": Case(MAGRPO, {"reward_func": PARTS, "reward_processor": abs}),
     "iac_two_turns": Case(
         IAC,
         critic(gae_lambda=0.5, value_clip_range=0.2, discount=0.9, rollout_buffer_size=5, **TWO_TURNS),

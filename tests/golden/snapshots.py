@@ -98,9 +98,7 @@ def signature_of(value: Any) -> dict[str, str]:
 def _named(value: Any) -> Any:
     """A setting in which classes have their names without modules, which may move."""
     if isinstance(value, Mapping):
-        return {
-            key: entry.rpartition(".")[2] if key == "class_path" else _named(entry) for key, entry in value.items()
-        }
+        return {key: entry.rpartition(".")[2] if key == "class_path" else _named(entry) for key, entry in value.items()}
     return list(map(_named, value)) if isinstance(value, list | tuple) else value
 
 

@@ -1,8 +1,8 @@
 """Write the golden numbers anew: ``python -m tests.golden.update [NAME ...]``.
 
-Without names all numbers and snapshots are written; ``settings`` and ``checkpoint_keys`` name the snapshots. A run keeps
-its seed unless a draw of it lies close to the border between two tokens. With ``--checkpoints`` the named runs that keep
-a checkpoint write it anew, too: only when old checkpoints are not to be supported any more.
+Without names all numbers and snapshots are written; ``settings`` and ``checkpoint_keys`` name the snapshots. A run
+keeps its seed unless a draw of it lies close to the border between two tokens. With ``--checkpoints`` the named runs
+that keep a checkpoint write it anew, too: only when old checkpoints are not to be supported any more.
 """
 
 from __future__ import annotations
