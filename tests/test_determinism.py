@@ -15,6 +15,7 @@ import torch
 from comlrl_lightning import IAC, MADPO, MAGRPO
 from tests.golden import files
 from tests.golden.runs import CASES, CHECKPOINTS, Case, checkpoint_of, run
+from tests.golden.update import MARGIN, measured_margins
 
 KEPT = {name: case for name, case in CASES.items() if case.stop is not None}
 """Runs with a checkpoint from an older version of the package."""
@@ -74,6 +75,14 @@ def test_checkpoints_are_small_and_of_several_algorithms() -> None:
     paths = sorted(CHECKPOINTS.glob("*.ckpt"))
     assert [path.stem for path in paths] == sorted(KEPT)
     assert all(path.stat().st_size < 200_000 for path in paths)
+
+
+def test_no_draw_lies_close_to_the_border_between_two_tokens() -> None:
+    golden = {name: files.read(name) for name in CASES}
+    assert min(record["smallest_margin"] for record in golden.values()) >= MARGIN
+    with measured_margins() as margins:
+        run(CASES["mareinforce"], golden["mareinforce"]["seed"])
+    assert min(margins) == pytest.approx(golden["mareinforce"]["smallest_margin"], rel=1e-4)
 
 
 def test_every_file_is_of_a_run() -> None:
