@@ -20,7 +20,7 @@ from comlrl_lightning.callbacks.support import (
     rollout_source,
     run_folder,
 )
-from comlrl_lightning.rollouts.types import Rollouts, prompt_text
+from comlrl_lightning.types import Rollouts, prompt_text
 
 
 class CompletionsTable(Callback):

@@ -10,7 +10,7 @@ from typing import Any
 from lightning import Trainer
 
 from comlrl_lightning.callbacks.support import batches_trained, write_whole
-from comlrl_lightning.rollouts.types import RolloutSource
+from comlrl_lightning.types import RolloutSource
 
 
 class History:

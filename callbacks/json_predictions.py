@@ -10,7 +10,7 @@ from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from comlrl_lightning.callbacks.support import is_rehearsal, write_whole
-from comlrl_lightning.distributed import gather_objects
+from comlrl_lightning.utilities.distributed import gather_objects
 
 
 class JSONPredictions(Callback):

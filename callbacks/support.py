@@ -11,10 +11,10 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from torch import Tensor
 
-from comlrl_lightning.calls import check_unicode, short
-from comlrl_lightning.checking import is_whole
 from comlrl_lightning.loggers import TaskWandbLogger
-from comlrl_lightning.rollouts.types import RolloutSource
+from comlrl_lightning.types import RolloutSource
+from comlrl_lightning.utilities.calls import check_unicode, short
+from comlrl_lightning.utilities.checks import is_whole
 
 EVAL_PREFIX = "eval/"
 

@@ -26,8 +26,8 @@ from comlrl_lightning.callbacks import (
     RolloutProgress,
     SaveAgents,
 )
-from comlrl_lightning.noise import quiet_libraries
 from comlrl_lightning.tasks import length_ratio
+from comlrl_lightning.utilities.quiet import quiet_libraries
 
 
 def demo(model: str | None, seed: int, out: Path, max_epochs: int = 6) -> dict[str, float]:

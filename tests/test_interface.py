@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from comlrl_lightning.interface import Formatters, RewardFunction, read_prompt
+from comlrl_lightning.environment.prompts import Formatters, RewardFunction, read_prompt
 from comlrl_lightning.rewards import RewardProcessors
 
 ITEM = {"prompt": "p", "target": 3}

@@ -19,9 +19,17 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from comlrl_lightning.interface import RewardFunction
+from comlrl_lightning.environment.prompts import RewardFunction
 from comlrl_lightning.reward_model import RewardModel
-from comlrl_lightning.rewards import Chain, Clip, RewardProcessor, RewardProcessors, Scale, Shift, WeightedRewards
+from comlrl_lightning.rewards import (
+    Chain,
+    Clip,
+    RewardProcessor,
+    RewardProcessors,
+    Scale,
+    Shift,
+    WeightedRewards,
+)
 from tests.tiny_lm import tiny_tokenizer
 
 ITEM = {"prompt": "p", "topic": "t"}
@@ -64,7 +72,11 @@ class TestProcessors:
             RewardProcessors.chain(Scale(1.0), RewardProcessors.scale)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
-        "name", ["comlrl_lightning.rewards.RewardProcessors.scale", "comlrl_lightning.rewards.Scale"]
+        "name",
+        [
+            "comlrl_lightning.rewards.RewardProcessors.scale",
+            "comlrl_lightning.rewards.Scale",
+        ],
     )
     def test_yaml_names_them(self, name: str) -> None:
         parser = ArgumentParser()

@@ -9,11 +9,11 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from comlrl_lightning.agents.critic_settings import ModelCritic
 from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
 from comlrl_lightning.agents.prompts import PromptEncoder
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase, TeamSettings, is_name
 from comlrl_lightning.assets import STORY_MODEL, story_model_path
+from comlrl_lightning.critics.settings import ModelCritic
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from comlrl_lightning.rollouts.types import Prompt
+from comlrl_lightning.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

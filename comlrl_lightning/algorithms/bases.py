@@ -13,7 +13,7 @@ from comlrl_lightning.agents.settings import SharedBase, is_name
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from comlrl_lightning.algorithms.cooperative import CooperativeModule
+    from comlrl_lightning.algorithms.module import CooperativeModule
 
 MEANINGLESS = (
     "architectures",

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, Separate, SharedBase
-from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain, to_plain
 from comlrl_lightning.rewards import RewardProcessors
+from comlrl_lightning.utilities.plain import callable_from_plain, from_plain, to_plain
 from tests.algorithms.support import echo, uneven_reward
 from tests.tiny_lm import tiny_llama, tiny_tokenizer
 

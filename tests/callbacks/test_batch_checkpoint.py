@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import seed_everything
 
 from comlrl_lightning.callbacks import BatchCheckpoint, RewardCurve
-from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.data.datamodule import TaskBatch
 from tests.callbacks.fakes import FakeModule, data, quiet_trainer
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from comlrl_lightning.reward_function import RewardFunction
+from comlrl_lightning.environment.reward import RewardFunction
+from comlrl_lightning.environment.reward_processes import WorkerTraceback
+from comlrl_lightning.environment.reward_workers import RewardWorkers
 from comlrl_lightning.rewards import WeightedRewards
-from comlrl_lightning.rollouts.processes import WorkerTraceback
-from comlrl_lightning.rollouts.scoring import RewardWorkers
 from tests.rollouts.fakes import FakeTeam, make_collector
 from tests.rollouts.reward_functions import (
     as_told,
