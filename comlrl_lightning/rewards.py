@@ -123,6 +123,16 @@ class RewardProcessors:
         return Chain(processors)
 
 
+def part_means(parts: Sequence[PartSums]) -> dict[str, float]:
+    """Mean of each part over all joint completions of several calls; empty without any."""
+    sums: dict[str, float] = {}
+    for call in parts:
+        for name, total in call.sums.items():
+            sums[name] = sums.get(name, 0.0) + total
+    count = sum(call.num_joint for call in parts)
+    return {name: total / count for name, total in sums.items()} if count else {}
+
+
 @dataclass(frozen=True, slots=True)
 class PartSums:
     """What the parts of `WeightedRewards` gave in one call, unweighted."""

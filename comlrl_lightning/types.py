@@ -18,8 +18,8 @@ Where one model writes the answers of all agents ("centralized" collaboration), 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -119,6 +119,8 @@ class Rollouts:
     """Completions of a model that answers for all in which no agent's answer was found."""
     num_late: int | None = None
     """Calls of the reward function that ran out of time; None where that is an error."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Mean of each part of `WeightedRewards` over all joint completions; empty for other rewards."""
 
     @property
     def num_scored(self) -> int:
@@ -187,7 +189,16 @@ def merge_rollouts(parts: Iterable[Rollouts]) -> Rollouts:
         sum(part.reward_seconds for part in parts),
         sum(part.num_unparsed for part in parts),
         sum(late) if late else None,
+        _merged_parts(parts),
     )
+
+
+def _merged_parts(parts: Sequence[Rollouts]) -> dict[str, float]:
+    """Means of reward parts over several collections."""
+    counted = [part for part in parts if part.reward_parts]
+    total = sum(part.num_scored for part in counted)
+    names = counted[0].reward_parts if counted else ()
+    return {name: sum(part.reward_parts[name] * part.num_scored for part in counted) / total for name in names}
 
 
 def joint_indices(num_agents: int, num_generations: int, joint_mode: str) -> tuple[tuple[int, ...], ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, groupby, zip_longest
 from pathlib import Path
 from threading import Event
 from typing import TypeVar
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from comlrl_lightning.agents.arrivals import Arrivals
+from comlrl_lightning.agents.batches import completion_batches
 from comlrl_lightning.agents.decoding.hf_generate import generate_with_transformers
 from comlrl_lightning.agents.decoding.native import Finished, GenerationRequest, Row, RowFinished, Sampled, generate
 from comlrl_lightning.agents.decoding.tokens import StopStrings
@@ -223,6 +224,33 @@ class AgentTeam(nn.Module):
             return TokenScores(mask.float(), mask.float(), mask)
         log_probs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
         return TokenScores(_placed(log_probs, rows, columns, mask), _placed(entropy, rows, columns, mask), mask)
+
+    def micro_batches(self, completions: Sequence[Completion], token_budget: int) -> list[list[list[int]]]:
+        """Passes over completions, each of them one micro-batch per language model that works at the same time.
+
+        A model's micro-batches do not depend on whether others work at the same time.
+
+        Args:
+            completions: Any mix of agents.
+            token_budget: Padded tokens per micro-batch.
+
+        Returns:
+            `[passes][models]` positions of the completions of a micro-batch.
+        """
+        of_model: dict[LanguageModel, list[int]] = {}
+        for position, one in enumerate(completions):
+            of_model.setdefault(self.speaker(one.agent), []).append(position)
+        queues = []
+        for model, positions in of_model.items():
+            batches = completion_batches(
+                [completions[position] for position in positions],
+                token_budget,
+                reads_prompts_once=model.reads_prompts_once,
+            )
+            queues.append([[positions[row] for row in batch] for batch in batches])
+        if not self.concurrent:
+            return [[batch] for batch in chain.from_iterable(queues)]
+        return [[batch for batch in batches if batch is not None] for batches in zip_longest(*queues)]
 
     def each(self, tasks: Sequence[tuple[LanguageModel, Callable[[], T]]]) -> list[T]:
         """What the tasks return, in their order; at the same time if the models are to work so.

@@ -1,7 +1,7 @@
 """The algorithms, one LightningModule each."""
 
 from comlrl_lightning.algorithms.actor_critic import IAC, MAAC, ActorCriticModule
-from comlrl_lightning.algorithms.critic_free import MAGRPO, MAREINFORCE, MARLOO, GroupRelativeModule, MAReMax
+from comlrl_lightning.algorithms.critic_free import MAGRPO, MAREINFORCE, MARLOO, CriticFreeModule, MAReMax
 from comlrl_lightning.algorithms.madpo import MADPO
 from comlrl_lightning.algorithms.marlhf import MARLHF
 from comlrl_lightning.algorithms.module import CooperativeModule
@@ -27,7 +27,7 @@ __all__ = [
     "PREFERENCE_ALGORITHMS",
     "ActorCriticModule",
     "CooperativeModule",
-    "GroupRelativeModule",
+    "CriticFreeModule",
     "MAReMax",
     "PreferenceModule",
 ]

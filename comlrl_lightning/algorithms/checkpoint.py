@@ -26,24 +26,31 @@ if TYPE_CHECKING:
 KEY = "comlrl_lightning"
 """Where a checkpoint holds the state of the run."""
 
-FIXED_SETTINGS = (
-    "agents",
-    "reward_processor",
-    "external_prompt_passthrough",
-    "collaboration",
-    "num_turns",
-    "num_generations",
-    "discount",
-    "early_termination_threshold",
-    "reference_kl_coef",
-    "sampling",
-    "importance_level",
-    "seed",
-    "reward_func",
-    "formatters",
-    "external_transition",
+FREE_SETTINGS = (
+    "agent_learning_rate",
+    "clip_epsilon",
+    "clip_epsilon_high",
+    "critic_learning_rate",
+    "entropy_coef",
+    "eval_sampling",
+    "logging_steps",
+    "lr_scheduler",
+    "max_grad_norm",
+    "max_nodes",
+    "micro_batch_tokens",
+    "num_inner_epochs",
+    "on_nonfinite",
+    "optimizer",
+    "reward_backend",
+    "reward_timeout_seconds",
+    "reward_timeout_value",
+    "reward_workers",
+    "rollout_buffer_size",
+    "train_batch_size",
+    "value_clip_range",
+    "value_loss_coef",
 )
-"""Settings of all algorithms that must not change when a run goes on; those of the update may."""
+"""Settings that may differ when a run goes on; all others are fixed. Optimizer and schedule are compared as such."""
 
 MEANS = ("gradient_checkpointing", "api_key_env", "timeout_seconds", "max_retries", "max_concurrency")
 """Settings of models that cost memory or time, or reach a server, and change no result: a run may go on with others."""
@@ -90,7 +97,7 @@ class StepStart:
     def of(cls, module: CooperativeModule) -> StepStart:
         """The present state of a module."""
         metrics = {name: value.clone() for name, value in module.training_metrics.state_dict().items()}
-        return cls(module.env_step, list(module.buffer), metrics, global_rng_states(), module.progress())
+        return cls(module.env_step, list(module.buffer), metrics, global_rng_states(), module.round_state())
 
 
 def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
@@ -115,7 +122,7 @@ def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
         "env_step": start.env_step,
         "update_step": module.update_step,
         "last_log": module.last_log,
-        "own": module.progress_state(start.own),
+        "own": module.round_state_to_plain(start.own),
         "ranks": gather_objects([this_rank]),
     }
 
@@ -171,7 +178,7 @@ def restore_run(module: CooperativeModule, state: Mapping[str, Any]) -> None:
         if rank() == 0:  # sums over all ranks, to which the others add nothing
             parts = [saved["metrics"] for saved in state["ranks"]]
             module.training_metrics.load_state_dict({name: sum(part[name] for part in parts) for name in parts[0]})
-    module.restore_progress(state["own"])
+    module.restore_round_state(state["own"])
     _end_epoch(module.trainer)
     change_learning_rates(module, state["learning_rates"])
     change_options(module, state["optimization"]["optimizer_options"])
@@ -250,7 +257,9 @@ def _difference(name: str, saved: Any, current: Any) -> tuple[str, Any, Any]:
 
 
 def _fixed_settings(module: CooperativeModule) -> dict[str, Any]:
-    return {name: _without_means(to_plain(module.hparams[name])) for name in module.fixed_settings}
+    return {
+        name: _without_means(to_plain(value)) for name, value in module.hparams.items() if name not in FREE_SETTINGS
+    }
 
 
 def _without_means(value: Any) -> Any:

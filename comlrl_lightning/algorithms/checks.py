@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.compile import to_uncompiled
 from torch.optim import Optimizer
@@ -16,6 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.rollouts.collect import RolloutShape
+from comlrl_lightning.strategies.sharded_parallel import ShardedParallel
+from comlrl_lightning.strategies.sharding import is_sharded
 from comlrl_lightning.utilities.checks import check_at_least
 from comlrl_lightning.utilities.plain import to_plain
 
@@ -23,13 +26,6 @@ OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 """Makes an optimizer from parameter groups."""
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 """Makes a learning-rate schedule, stepped once per optimizer step."""
-
-
-def refuse_settings(owner: str, names: Sequence[str], given: Mapping[str, Any], reason: str) -> None:
-    """Refuse settings of other algorithms."""
-    for name in names:
-        if name in given:
-            raise ValueError(f"{owner}({name}=...) has no such setting: {reason}. Leave it out.")
 
 
 def learning_rates(value: float | Sequence[float] | None, num_agents: int) -> list[float | None]:
@@ -167,11 +163,48 @@ def check_uncompiled(module: LightningModule) -> None:
         )
 
 
+def check_strategy(strategy: Strategy, models: torch.nn.Module) -> None:
+    """Refuse a strategy that shards in another way, or cannot go on with weights in shards.
+
+    Args:
+        strategy: The strategy of the trainer.
+        models: The loaded models.
+
+    Raises:
+        ValueError: If it is one of them.
+    """
+    if isinstance(strategy, ShardedParallel):
+        return
+    if isinstance(strategy, ModelParallelStrategy):
+        raise ValueError(
+            f"Trainer(strategy={type(strategy).__name__}(...)) leaves it to the module what is sharded, and its"
+            " checkpoints would gather the frozen weights. Use strategy=ShardedParallel(), which shards these alone."
+        )
+    if is_sharded(models):
+        raise ValueError(
+            f"Trainer(strategy={type(strategy).__name__}) cannot go on with this module, whose frozen weights are in"
+            " shards. Use strategy=ShardedParallel(), or load a checkpoint into a new module."
+        )
+
+
 def check_shares(train_batch_size: int | None, num_processes: int) -> None:
     """Refuse a batch that the processes cannot share evenly."""
     if (train_batch_size or 0) % num_processes:
         raise ValueError(
             f"train_batch_size={train_batch_size} is not shared evenly by {num_processes} processes. Use a multiple."
+        )
+
+
+def check_temperature(sampling: Sampling) -> None:
+    """Refuse greedy sampling in training.
+
+    Raises:
+        ValueError: If the temperature is 0.
+    """
+    if sampling.temperature <= 0:
+        raise ValueError(
+            f"sampling.temperature={sampling.temperature!r} samples greedily, which leaves nothing to learn from."
+            " Use a temperature above 0 in sampling and, if you like, 0 in eval_sampling."
         )
 
 

@@ -1,42 +1,38 @@
 """The critic-free family: one joint reward per joint completion, a baseline from the group, a policy per agent."""
 
-from __future__ import annotations
+import torch
+from torch import Tensor
+from typing_extensions import override
 
-from typing import Any, ClassVar, Literal
-
-from comlrl_lightning.algorithms.methods import CriticFree, CriticFreeName
-from comlrl_lightning.algorithms.module import CooperativeModule
-from comlrl_lightning.utilities.checks import check_choice
+from comlrl_lightning.algorithms.methods import CriticFreeMethod, PolicyMethod
+from comlrl_lightning.algorithms.policy_gradient import PolicyGradientModule
+from comlrl_lightning.functional import group_max, group_mean, leave_one_out
 
 
-class GroupRelativeModule(CooperativeModule):
-    """What the critic-free algorithms share; they differ in the baseline.
+class CriticFreeModule(CriticFreeMethod, PolicyGradientModule):
+    """Policy gradients without critics; the algorithms of this family differ in `baseline`.
 
-    Args:
-        joint_mode: ``"aligned"`` scores the k-th completions of all agents together (J=K); ``"cross"`` scores every
-            combination (J=K^N) and gives each completion the mean over its partners. With the group mean as baseline
-            that is the counterfactual baseline; the noise from pairwise interactions falls as 1/K, not 1/K^(N-1).
-        advantage_normalization: Divide advantages by the standard deviation of their ``"group"``'s returns, by the root
-            mean square over the buffer (``"batch"``), or not at all (False).
+    A subclass with a method ``baseline(self, returns)``, from `[..., K]` returns to `[..., 1]` baselines, is a new
+    algorithm.
     """
 
-    algorithm: ClassVar[CriticFreeName]
-    fixed_settings = (*CooperativeModule.fixed_settings, "joint_mode", "advantage_normalization")
+    @override
+    def __post_init__(self) -> None:
+        self.resolve_normalization()
+        super().__post_init__()
 
-    def __init__(
-        self,
-        *args: Any,
-        joint_mode: Literal["aligned", "cross"] = "aligned",
-        advantage_normalization: Literal["group", "batch", False] = "group",
-        **kwargs: Any,
-    ) -> None:
-        check_choice(("group", "batch", False), advantage_normalization=advantage_normalization)
-        super().__init__(*args, **kwargs)
-        self.save_hyperparameters({"joint_mode": joint_mode, "advantage_normalization": advantage_normalization})
-        self._set_up_method(CriticFree(self.algorithm, joint_mode, advantage_normalization))
+    @property
+    @override
+    def method(self) -> PolicyMethod:
+        return self
+
+    @property
+    @override
+    def method_name(self) -> str:
+        return type(self).__name__
 
 
-class MAGRPO(GroupRelativeModule):
+class MAGRPO(CriticFreeModule):
     """Multi-Agent GRPO: returns minus the mean of their group.
 
     From "LLM Collaboration with Multi-Agent Reinforcement Learning" (Liu, Liang, Lyu, Amato, 2025,
@@ -44,19 +40,27 @@ class MAGRPO(GroupRelativeModule):
     team, whose group holds joint completions and where every agent is credited with the joint return.
     """
 
-    algorithm = "MAGRPO"
+    @override
+    def baseline(self, returns: Tensor) -> Tensor:
+        return group_mean(returns)
 
 
-class MARLOO(GroupRelativeModule):
+class MARLOO(CriticFreeModule):
     """Multi-Agent RLOO: returns minus the mean of the other K-1 returns of their group.
 
     Without normalization this is K/(K-1) times MAGRPO, hence unbiased (https://arxiv.org/abs/2402.14740).
     """
 
-    algorithm = "MARLOO"
+    @override
+    def baseline(self, returns: Tensor) -> Tensor:
+        return leave_one_out(returns)
+
+    @override
+    def kl_baseline(self, log_ratios: Tensor) -> Tensor:
+        return leave_one_out(log_ratios)
 
 
-class MAReMax(GroupRelativeModule):
+class MAReMax(CriticFreeModule):
     """Multi-Agent ReMax: returns minus the maximum of their group.
 
     It pushes away from all but the best of K completions, which works against what best-of-K needs: with a success of
@@ -64,20 +68,23 @@ class MAReMax(GroupRelativeModule):
     (https://arxiv.org/abs/2310.10505) subtracts the reward of the greedy completion instead.
     """
 
-    algorithm = "MAReMax"
+    @override
+    def baseline(self, returns: Tensor) -> Tensor:
+        return group_max(returns)
 
 
-class MAREINFORCE(GroupRelativeModule):
+class MAREINFORCE(CriticFreeModule):
     """Multi-Agent REINFORCE: raw returns, no baseline.
 
-    Args:
-        advantage_normalization: False uses the returns as they are, ``"batch"`` divides them by one scale for the
-            buffer. ``"group"`` is refused: it needs a baseline.
+    ``advantage_normalization="group"`` is refused, as it needs a baseline.
     """
 
-    algorithm = "MAREINFORCE"
+    has_baseline = False
 
-    def __init__(
-        self, *args: Any, advantage_normalization: Literal["group", "batch", False] = False, **kwargs: Any
-    ) -> None:
-        super().__init__(*args, advantage_normalization=advantage_normalization, **kwargs)
+    @override
+    def baseline(self, returns: Tensor) -> Tensor:
+        return torch.zeros_like(returns)
+
+    @override
+    def kl_baseline(self, log_ratios: Tensor) -> Tensor:
+        return torch.zeros_like(log_ratios)

@@ -1,21 +1,26 @@
-"""The base class of all algorithms: rollouts in `training_step`, a buffer, updates, evaluation and checkpoints."""
-
-from __future__ import annotations
+"""The base class of all algorithms: a team, the user's functions, evaluation, logging and checkpoints."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.algorithms.checkpoint import (
-    FIXED_SETTINGS,
     StepStart,
     load_run,
     restore_run,
@@ -28,174 +33,151 @@ from comlrl_lightning.algorithms.checks import (
     check_optimizer,
     check_precision,
     check_shares,
+    check_strategy,
+    check_temperature,
     check_trainer_flags,
     check_uncompiled,
     learning_rates,
 )
-from comlrl_lightning.algorithms.construction import task_interface, team_settings
-from comlrl_lightning.algorithms.evaluating import TRAIN, Evaluations
-from comlrl_lightning.algorithms.methods import ActorCritic, Method
-from comlrl_lightning.algorithms.module_callbacks import TellWhatStopped
+from comlrl_lightning.algorithms.dataclass_module import DataclassModule
+from comlrl_lightning.algorithms.module_callbacks import ForgetStep, TellWhatStopped
 from comlrl_lightning.data.datamodule import TaskBatch
-from comlrl_lightning.environment.joint_format import JointFormat
-from comlrl_lightning.learning.actor_critic import ActorCriticLearner
-from comlrl_lightning.learning.settings import PolicySettings, UpdateSettings, gathered
+from comlrl_lightning.environment.functions import TaskFunctions
+from comlrl_lightning.environment.joint_format import JointFormat, joint_format_of
+from comlrl_lightning.environment.reward_workers import RewardWorkers
+from comlrl_lightning.learning.updates import OptimizerSteps, StepLearner, StepStats
 from comlrl_lightning.metrics import UNPARSED, MetricTable, evaluation_keys, training_keys
-from comlrl_lightning.rollouts.collect import RolloutShape, TaskInterface
-from comlrl_lightning.rollouts.credit import CreditedNode
+from comlrl_lightning.rollouts.collect import Collector, RolloutShape, Sampler
+from comlrl_lightning.rollouts.credit import CreditedNode, assign_credit
 from comlrl_lightning.rollouts.recording import (
-    ForgetStep,
-    record_collection,
+    prediction,
+    record_final_rewards,
+    record_late,
     record_nodes,
-    stops_with_reward,
-    warn_of_rewarded_stops,
+    record_unparsed,
 )
-from comlrl_lightning.types import Rollouts
-from comlrl_lightning.utilities.checks import check_finite, check_kind, check_share, check_whole
-from comlrl_lightning.utilities.distributed import meet, rank, sum_over_ranks, world_size
+from comlrl_lightning.types import RolloutListener, Rollouts, merge_rollouts
+from comlrl_lightning.utilities.checks import check_choice, check_kind, check_positive, check_whole
+from comlrl_lightning.utilities.distributed import gather_objects, rank, world_size
 from comlrl_lightning.utilities.plain import callable_from_plain, from_plain, is_remark, to_plain
 from comlrl_lightning.utilities.rng import seeded
 
+TRAIN, EVALUATE, PREDICT, COMPARE = range(4)
+"""Stages that keep the random streams of completions apart."""
 
-class CooperativeModule(Evaluations):
+FUNCTION_SETTINGS = (
+    "formatters",
+    "reward_func",
+    "reward_processor",
+    "external_transition",
+    "optimizer",
+    "lr_scheduler",
+)
+"""Settings that are functions, which a checkpoint holds as import paths."""
+
+R = TypeVar("R")
+S = TypeVar("S", bound=StepStats)
+
+
+class CooperativeModule(DataclassModule):
     """A team of language models that answers tasks together and learns from one shared reward.
 
-    Args:
-        agents: The language models: `SharedBase` (one frozen base, a LoRA adapter per agent) or `Separate` (own weights
-            per agent). Weights load in `configure_model`.
-        reward_func: ``reward_func(*completions, batch_items=[item])`` gets one list of J texts per agent and returns J
-            finite rewards. Keywords ``batch_items``, ``prompts`` and ``turn`` are passed if its signature has them.
-        formatters: None (prompts are ``item["prompt"]``), one function for all agents, or one per agent; each returns a
-            text or chat messages.
-        reward_processor: Maps each reward, in training and in evaluation, for example
-            ``RewardProcessors.scale(factor=10.0)``.
-        external_transition: Returns the N next prompts after a joint completion; needed when ``num_turns > 1``.
-        external_prompt_passthrough: Use the transition's prompts as they are, without the formatters.
-        collaboration: ``"decentralized"``: each agent answers by itself. ``"centralized"``: one language model writes
-            the answers of all agents in tagged sections; ``agents=SharedBase(...)`` then counts the answers. A
-            `JointFormat` does the same with prompts and sections of its own.
-        reward_workers: Nodes of a turn that are scored at the same time, in any order, each as soon as all its
-            completions are sampled; the rewards are the same. `reward_func` must not use the agents' models then.
-            0: in place, one after the other, after sampling.
-        reward_backend: ``"thread"``, or ``"process"`` for functions that keep Python busy, crash or hang: it takes a
-            function from the top level of a module, without modules of torch, and gives each worker a copy.
-        reward_timeout_seconds: A call of `reward_func` that takes longer is an error. A ``"process"`` is then killed
-            and replaced; a ``"thread"`` cannot be, and stays behind. None: no limit.
-        reward_timeout_value: Reward, before `reward_processor`, of all joint completions of such a call instead of the
-            error; their number is logged as ``reward_timeouts``.
-        num_turns: T, the largest number of turns per task item.
-        num_generations: K, completions per agent and node, on each rank.
-        discount: Factor per turn of later rewards in a return, from 0 to 1.
-        early_termination_threshold: A node whose mean processed reward exceeds it is not continued, in training and in
-            evaluation. Stopping means reward 0 ever after: with positive rewards it punishes the better branch. None:
-            never.
-        max_nodes: Largest number of nodes that one task item may grow to; a larger tree is refused at construction.
-        sampling: How completions are sampled in training.
-        eval_sampling: How they are sampled in evaluation. None: as in training.
-        reference_kl_coef: Weight, per nat of sequence KL to the reference policy, in the advantage of the completion
-            that has it (a surrogate: earlier turns are not charged for it). 0: no reference policy.
-        rollout_buffer_size: Nodes, over all ranks, that are collected before an update. None: those of one batch.
-        train_batch_size: Nodes, over all ranks, per optimizer step. None: the whole buffer.
-        num_inner_epochs: Passes over the buffer per update.
-        clip_epsilon: Importance ratios are clipped below ``1 - clip_epsilon``. None: no clipping.
-        clip_epsilon_high: And above ``1 + clip_epsilon_high``. None: `clip_epsilon`.
-        importance_level: One importance ratio per ``"token"`` or per ``"sequence"``.
-        entropy_coef: Weight, per nat, of the entropy summed over a completion's tokens; it rewards diversity.
-        agent_learning_rate: One for all agents or one per agent. None: 1e-4 with LoRA, 5e-6 without.
-        optimizer: Makes the optimizer from parameter groups, one per agent; without a learning rate of its own. None:
-            AdamW.
-        lr_scheduler: Makes a learning-rate schedule that steps once per optimizer step. None: constant.
-        max_grad_norm: Largest gradient norm, per agent. None: no clipping.
-        micro_batch_tokens: Padded tokens per forward and backward pass; changes memory and speed, never the result.
-        logging_steps: At least so many env_steps, or optimizer steps where nothing is scored, lie between two training
-            logs; the end of a fit logs what is left.
-        on_nonfinite: ``"raise"`` stops at a loss or gradient that is not finite, ``"skip"`` leaves that update out;
-            their share is logged as ``nonfinite_updates``.
-        seed: Seeds the adapters' first weights, and every sampled completion together with its epoch, item, path, agent
-            and sample. A second fit from epoch 0 draws the same numbers again.
+    A subclass declares its settings as annotated attributes with a docstring each, checks them in `check_settings`,
+    makes what learns in `build_learners`, and learns from a batch of task items in `train_on`.
     """
 
-    fixed_settings: tuple[str, ...] = FIXED_SETTINGS
-    """Settings that must not change when a run goes on from a checkpoint."""
-    method: Method | None = None
-    """How the team learns from rewards."""
+    agents: SharedBase | Separate = field(kw_only=False)
+    """The language models: `SharedBase` (one frozen base, a LoRA adapter per agent) or `Separate` (own weights per
+    agent). Weights load in `configure_model`."""
+    reward_func: Callable[..., Any] = field(kw_only=False)
+    """``reward_func(*completions, batch_items=[item])`` gets one list of J texts per agent and returns J finite
+    rewards. Keywords ``batch_items``, ``prompts`` and ``turn`` are passed if its signature has them."""
+    formatters: list[Callable[..., Any]] | Callable[..., Any] | None = field(default=None, kw_only=False)
+    """None (prompts are ``item["prompt"]``), one function for all agents, or one per agent; each returns a text or chat
+    messages."""
+    reward_processor: Callable[[float], float] | None = None
+    """Maps each reward, in training and in evaluation, for example ``RewardProcessors.scale(factor=10.0)``."""
+    collaboration: Literal["decentralized", "centralized"] | JointFormat = "decentralized"
+    """``"decentralized"``: each agent answers by itself. ``"centralized"``: one language model writes the answers of
+    all agents in tagged sections; ``agents=SharedBase(...)`` then counts the answers. A `JointFormat` does the same
+    with prompts and sections of its own."""
+    reward_workers: int = 0
+    """Nodes of a turn that are scored at the same time, in any order, each as soon as all its completions are sampled;
+    the rewards are the same. `reward_func` must not use the agents' models then. 0: in place, one after the other,
+    after sampling."""
+    reward_backend: Literal["thread", "process"] = "thread"
+    """``"thread"``, or ``"process"`` for functions that keep Python busy, crash or hang: it takes a function from the
+    top level of a module, without modules of torch, and gives each worker a copy."""
+    reward_timeout_seconds: float | None = None
+    """A call of `reward_func` that takes longer is an error. A ``"process"`` is then killed and replaced; a
+    ``"thread"`` cannot be, and stays behind. None: no limit."""
+    reward_timeout_value: float | None = None
+    """Reward, before `reward_processor`, of all joint completions of such a call instead of the error; their number is
+    logged as ``reward_timeouts``."""
+    sampling: Sampling = Sampling()
+    """How completions are sampled in training."""
+    eval_sampling: Sampling | None = None
+    """How completions are sampled in evaluation. None: as in training."""
+    train_batch_size: int | None = None
+    """Nodes, or pairs in MADPO, over all ranks, per optimizer step. None: the whole buffer, or a training step's share
+    of the pairs."""
+    agent_learning_rate: float | list[float] | None = None
+    """One for all agents or one per agent. None: 1e-4 with LoRA, 5e-6 without."""
+    optimizer: OptimizerFactory | None = None
+    """Makes the optimizer from parameter groups, one per agent; without a learning rate of its own. None: AdamW."""
+    lr_scheduler: SchedulerFactory | None = None
+    """Makes a learning-rate schedule that steps once per optimizer step. None: constant."""
+    max_grad_norm: float | None = 1.0
+    """Largest gradient norm, per agent. None: no clipping."""
+    micro_batch_tokens: int = 4096
+    """Padded tokens per forward and backward pass; changes memory and speed, never the result."""
+    logging_steps: int = 1
+    """At least so many env_steps, or optimizer steps where nothing is scored, lie between two training logs; the end of
+    a fit logs what is left."""
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    """``"raise"`` stops at a loss or gradient that is not finite, ``"skip"`` leaves that update out; their share is
+    logged as ``nonfinite_updates``."""
+    seed: int = 0
+    """Seeds the adapters' first weights, and every sampled completion together with its epoch, item, path, agent and
+    sample. A second fit from epoch 0 draws the same numbers again."""
+    num_turns: int = field(init=False, default=1)
+    """T, the largest number of turns per task item."""
 
-    def __init__(
-        self,
-        agents: SharedBase | Separate,
-        reward_func: Callable[..., Any],
-        formatters: list[Callable[..., Any]] | Callable[..., Any] | None = None,
-        reward_processor: Callable[[float], float] | None = None,
-        external_transition: Callable[..., Any] | None = None,
-        external_prompt_passthrough: bool = False,
-        collaboration: Literal["decentralized", "centralized"] | JointFormat = "decentralized",
-        reward_workers: int = 0,
-        reward_backend: Literal["thread", "process"] = "thread",
-        reward_timeout_seconds: float | None = None,
-        reward_timeout_value: float | None = None,
-        num_turns: int = 1,
-        num_generations: int = 4,
-        discount: float = 1.0,
-        early_termination_threshold: float | None = None,
-        max_nodes: int = 4096,
-        sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
-        eval_sampling: Sampling | None = None,
-        reference_kl_coef: float = 0.0,
-        rollout_buffer_size: int | None = None,
-        train_batch_size: int | None = None,
-        num_inner_epochs: int = 1,
-        clip_epsilon: float | None = None,
-        clip_epsilon_high: float | None = None,
-        importance_level: Literal["token", "sequence"] = "token",
-        entropy_coef: float = 0.0,
-        agent_learning_rate: float | list[float] | None = None,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-        max_grad_norm: float | None = 1.0,
-        micro_batch_tokens: int = 4096,
-        logging_steps: int = 1,
-        on_nonfinite: Literal["raise", "skip"] = "raise",
-        seed: int = 0,
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        super().__init__()
-        self.save_hyperparameters(to_plain(given))
+    def __post_init__(self) -> None:
+        self.save_hyperparameters(to_plain(self.settings()))
         self.automatic_optimization = False
         self.strict_loading = False  # frozen weights are not in checkpoints; `on_load_checkpoint` checks the rest
-        self.agents: SharedBase | Separate = from_plain("agents", agents)
-        self.sampling: Sampling = from_plain("sampling", sampling)
-        self.eval_sampling: Sampling = from_plain("eval_sampling", eval_sampling) or self.sampling
-        check_kind(SharedBase, Separate, agents=self.agents)
-        check_kind(Sampling, sampling=self.sampling, eval_sampling=self.eval_sampling)
-        self.shape = RolloutShape(num_generations, num_turns, "aligned", early_termination_threshold)
-        self.policy = gathered(PolicySettings, {**given, "temperature": self.sampling.temperature})
-        self.updates = gathered(UpdateSettings, given)
-        check_share(discount=discount)
-        check_finite(early_termination_threshold=early_termination_threshold)
-        check_whole(1, max_nodes=max_nodes)
-        check_whole(0, seed=seed)
-        self.discount, self.max_nodes, self.seed, self.num_turns = discount, max_nodes, seed, num_turns
-        self.interface = task_interface(given, self.agents.num_agents)
-        self.team_settings = team_settings(self.agents, self.interface.joint_format)
-        self.num_agents, self.team_size = self.agents.num_agents, self.team_settings.num_agents
-        self._set_up_optimizer(agent_learning_rate, optimizer, lr_scheduler)
-        self._set_up_state()
-
-    def _set_up_optimizer(
-        self,
-        agent_learning_rate: float | list[float] | None,
-        optimizer: OptimizerFactory | None,
-        lr_scheduler: SchedulerFactory | None,
-    ) -> None:
-        self._given_rates = learning_rates(agent_learning_rate, self.team_size)
-        factories = {"optimizer": optimizer or torch.optim.AdamW, "lr_scheduler": lr_scheduler}
-        # What a checkpoint could not hold is missed by the next fit only, not by an evaluation.
-        self.missing_factories = {name: factory for name, factory in factories.items() if is_remark(factory)}
+        self._resolve_settings()
+        self.num_agents = self.agents.num_agents
+        self.check_settings()
+        self.functions = self.make_functions()
+        self.team_settings = team_settings(self.agents, self.functions.joint_format)
+        self.team_size = self.team_settings.num_agents
+        self._agent_rates = learning_rates(self.agent_learning_rate, self.team_size)
         self.optimization: dict[str, Any] = {}
         if not self.missing_factories:
-            self.optimizer = callable_from_plain("optimizer", factories["optimizer"])
-            self.lr_scheduler = callable_from_plain("lr_scheduler", lr_scheduler)
-            self.optimization = check_optimizer(self.optimizer, self.lr_scheduler)
+            self.optimization = check_optimizer(self.optimizer or torch.optim.AdamW, self.lr_scheduler)
+        self.shape = self.rollout_shape()
+        self.check_rollouts()
+        self.training_metrics = MetricTable(self.training_metric_keys())
+        self.evaluation_metrics = MetricTable(self.evaluation_metric_keys(), prefix="eval/")
+        self.optimizer_steps = OptimizerSteps(self.training_metrics, self.max_grad_norm, self.on_nonfinite)
+        self._set_up_state()
+
+    def _resolve_settings(self) -> None:
+        """Turn the plain settings of a checkpoint into objects and functions; others stay as they are."""
+        for name in [name for name in self.settings() if name in self._modules]:
+            # A function of the user may be a torch module: it is never moved, trained or saved.
+            self.__dict__[name] = self._modules.pop(name)
+        self.missing_factories: dict[str, Any] = {}
+        for name, value in self.settings().items():
+            if name in ("optimizer", "lr_scheduler") and is_remark(value):
+                # What a checkpoint could not hold is missed by the next fit only, not by an evaluation.
+                self.missing_factories[name] = value
+            elif name in FUNCTION_SETTINGS:
+                self.__dict__[name] = callable_from_plain(name, value)
+            else:
+                self.__dict__[name] = from_plain(name, value)
 
     def _set_up_state(self) -> None:
         self.env_step = 0
@@ -203,28 +185,85 @@ class CooperativeModule(Evaluations):
         self.eval_seed: int | None = None
         self.rollouts: Rollouts | None = None
         self.buffer: list[CreditedNode] = []
-        self._evaluated: list[Rollouts] = []
+        """Nodes that were collected and wait for an update; algorithms without a buffer leave it empty."""
         self.last_log = (0, 0)
         self.step_start: StepStart | None = None
         self.fit_trainer: Trainer | None = None
-        self._warned_of_stops = False
+        self._evaluated: list[Rollouts] = []
+        self._gathered: Rollouts | None = None
         self._resumed: dict[str, Any] | None = None
 
-    def _set_up_method(self, method: Method) -> None:
-        """Learn from rewards in this way; the constructor of each such algorithm ends here."""
-        self.method = method
-        self.shape = method.rollout_shape(self.shape)
-        method.check(self.shape, self.team_size, self.sampling, self.max_nodes)
-        self._set_up_metrics()
+    # Settings: what a family of algorithms adds to.
 
-    def _set_up_metrics(self, extra: Sequence[str] = ()) -> None:
-        with_kl, parts = self.policy.reference_kl_coef > 0, self.interface.reward.part_names
-        critics = [] if self.method is None else self.method.critic_groups(self.team_size)
-        sections = [] if self.interface.joint_format is None else [UNPARSED]
-        keys = training_keys(self.num_turns, self.team_size, with_kl, parts, critics)
-        self.training_metrics = MetricTable([*keys, *sections, *extra])
-        keys = evaluation_keys(self.num_turns, with_kl, parts)
-        self.evaluation_metrics = MetricTable([*keys, *sections], prefix="eval/")
+    def check_settings(self) -> None:
+        """Refuse settings that are out of range, before any weight is loaded.
+
+        Raises:
+            ValueError: If one is; it names the setting, its value and what is allowed.
+        """
+        check_kind(SharedBase, Separate, agents=self.agents)
+        self.eval_sampling = self.eval_sampling or self.sampling
+        check_kind(Sampling, sampling=self.sampling, eval_sampling=self.eval_sampling)
+        check_temperature(self.sampling)
+        check_whole(1, micro_batch_tokens=self.micro_batch_tokens, logging_steps=self.logging_steps)
+        if self.train_batch_size is not None:
+            check_whole(1, train_batch_size=self.train_batch_size)
+        check_positive(max_grad_norm=self.max_grad_norm)
+        check_choice(("raise", "skip"), on_nonfinite=self.on_nonfinite)
+        check_whole(0, seed=self.seed)
+
+    def make_functions(self) -> TaskFunctions:
+        """The user's functions behind checked calls.
+
+        Raises:
+            ValueError: If a function does not fit.
+        """
+        return TaskFunctions.of_functions(
+            self.num_agents,
+            self.reward_func,
+            self.formatters,
+            self.reward_processor,
+            joint_format=joint_format(self.collaboration, self.agents),
+            workers=RewardWorkers(
+                self.reward_workers, self.reward_backend, self.reward_timeout_seconds, self.reward_timeout_value
+            ),
+        )
+
+    def rollout_shape(self) -> RolloutShape:
+        """Width and depth of the rollouts that are learned from."""
+        return RolloutShape(1)
+
+    def check_rollouts(self) -> None:
+        """Refuse rollouts that an algorithm cannot learn from, such as groups of one completion.
+
+        Raises:
+            ValueError: If `shape`, `sampling` and the algorithm do not go together.
+        """
+
+    def training_metric_keys(self) -> list[str]:
+        """All metrics that training may log."""
+        keys = training_keys(self.num_turns, self.team_size, self.penalizes_kl, self.functions.reward.part_names)
+        return [*keys, *self._section_keys()]
+
+    def evaluation_metric_keys(self) -> list[str]:
+        """All metrics that an evaluation may log, without the prefix ``eval/``."""
+        keys = evaluation_keys(self.num_turns, self.penalizes_kl, self.functions.reward.part_names)
+        return [*keys, *self._section_keys()]
+
+    def _section_keys(self) -> list[str]:
+        return [] if self.functions.joint_format is None else [UNPARSED]
+
+    @property
+    def penalizes_kl(self) -> bool:
+        """Whether advantages pay for leaving the reference policy, which is then logged."""
+        return False
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether completions are scored under the reference policies, too."""
+        return self.penalizes_kl
+
+    # Models and what learns.
 
     @override
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
@@ -235,33 +274,44 @@ class CooperativeModule(Evaluations):
         return [kind() for kind in (ForgetStep, TellWhatStopped) if kind not in present]
 
     @override
-    def load_models(self) -> None:
-        with seeded(self.seed, torch.get_default_device()):
-            self.team = AgentTeam.build(self.team_settings)
-            if self.uses_reference:
-                self.team.add_reference()
-            self.build_learners()
-        self.learning_rates = self.initial_learning_rates()
-
-    @property
-    def uses_reference(self) -> bool:
-        """Whether completions are scored under the reference policies, too."""
-        return self.policy.reference_kl_coef > 0
+    def configure_model(self) -> None:
+        if self._modules.get("team") is None:
+            with seeded(self.seed, torch.get_default_device()):
+                self.team = AgentTeam.build(self.team_settings)
+                if self.uses_reference:
+                    self.team.add_reference()
+                self.build_learners()
+            self.learning_rates = self.initial_learning_rates()
+        if self._trainer is not None:
+            check_strategy(self.trainer.strategy, self.team)
 
     def build_learners(self) -> None:
-        """Make what learns from rewards, for `team`; here critics load, too."""
-        assert self.method is not None
-        per_agent = self.interface.reward.per_agent
-        settings = self.policy, self.updates.micro_batch_tokens, self.training_metrics
-        self.learner = self.method.learner(self.team, *settings, per_agent)
-        if isinstance(self.learner, ActorCriticLearner):
-            self.critics = self.learner.critics
+        """Make what learns, for `team`; critics and reward models load here."""
+
+    def parameter_groups(self) -> dict[str, dict[str, Parameter]]:
+        """Everything that is trained, by group; each group has its own learning rate and gradient norm."""
+        raise NotImplementedError
 
     def initial_learning_rates(self) -> list[float]:
         """Learning rate of each parameter group, in the order of `parameter_groups`."""
         defaults = [1e-4 if self.team.trains_adapter(agent) else 5e-6 for agent in range(self.team_size)]
-        rates = [default if rate is None else rate for rate, default in zip(self._given_rates, defaults, strict=True)]
-        return rates if self.method is None else [*rates, *self.method.critic_rates(self.team_size)]
+        return [default if rate is None else rate for rate, default in zip(self._agent_rates, defaults, strict=True)]
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        for name, remark in self.missing_factories.items():
+            from_plain(name, remark)
+        named = self.parameter_groups().items()
+        groups = [
+            {"params": list(parameters.values()), "name": name, "lr": rate}
+            for (name, parameters), rate in zip(named, self.learning_rates, strict=True)
+        ]
+        optimizer = (self.optimizer or torch.optim.AdamW)(groups)
+        if self.lr_scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.lr_scheduler(optimizer), "name": "lr"}}
+
+    # Training.
 
     @override
     def setup(self, stage: str) -> None:
@@ -270,19 +320,18 @@ class CooperativeModule(Evaluations):
     @override
     def on_fit_start(self) -> None:
         check_precision(self.trainer.precision, (one for one in self.team.parameters() if one.requires_grad))
-        check_shares(self.updates.train_batch_size, world_size())
+        check_shares(self.train_batch_size, world_size())
         # Lightning compares its own logging interval, which our logs do not use, with the length of an epoch.
         warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging")
         self.fit_trainer = self.trainer
-        self._forget_leftovers()
+        self.discard_unfinished_step()
         self.train()
 
-    def _forget_leftovers(self) -> None:
-        """Leave nothing of a stopped fit to another one; a resumed fit restores its own later."""
+    def discard_unfinished_step(self) -> None:
+        """Drop what a stopped fit has left; a resumed fit restores its own later."""
         self.buffer.clear()
         self.step_start = None
         self.training_metrics.pop()
-        self.interface.reward.pop_parts()
 
     @override
     def on_train_start(self) -> None:
@@ -299,40 +348,146 @@ class CooperativeModule(Evaluations):
         self.step_start = StepStart.of(self)
         # Lightning does not see the end of a stream that is shorter than `limit_train_batches`.
         is_last = self.trainer.is_last_batch or batch.is_last
-        self._train_on(batch, is_last)
+        self.train_on(batch, is_last)
         batch.mark_trained(is_last)
         has_scored = self.env_step > self.step_start.env_step
         self.step_start = None
         self._log_training(has_scored)
-        meet()
 
-    def _train_on(self, batch: TaskBatch, is_last: bool) -> None:
-        """Roll out the items, credit what was said, and learn once enough has come together."""
-        self.rollouts = self._collect(batch, TRAIN, self.sampling, self.shape, interface=self._training_interface())
-        credited = self.learner.credit(self.rollouts, self.discount)
-        self._record_collection(self.rollouts, credited)
-        self.buffer += credited
-        if self._buffer_is_full() or is_last:
-            self._update()
+    def train_on(self, batch: TaskBatch, is_last: bool) -> None:
+        """Learn from a batch of task items.
 
-    def _training_interface(self) -> TaskInterface:
-        """The user's functions that training rolls out with."""
-        return self.interface
+        Args:
+            batch: The items of this rank.
+            is_last: Whether the epoch ends here.
+        """
+        raise NotImplementedError
 
-    def _record_collection(self, rollouts: Rollouts, credited: Sequence[CreditedNode]) -> None:
-        self.env_step += round(sum_over_ranks(rollouts.num_scored))
-        record_nodes(self.training_metrics, credited, self.interface.reward.pop_parts())
-        record_collection(self.training_metrics, rollouts)
-        if self.shape.early_termination_threshold is None or self._warned_of_stops:
-            return
-        if sum_over_ranks(stops_with_reward(rollouts, self.shape)):
-            self._warned_of_stops = True
-            warn_of_rewarded_stops(self.shape)
+    def collect(
+        self,
+        batch: TaskBatch,
+        stage: int,
+        sampling: Sampling,
+        shape: RolloutShape,
+        functions: TaskFunctions,
+        sampler: Sampler | None = None,
+    ) -> Rollouts:
+        """Roll out the items of a batch.
+
+        Args:
+            batch: The items.
+            stage: Keeps random streams apart.
+            sampling: How completions are drawn.
+            shape: Width and depth.
+            functions: The user's functions.
+            sampler: Source of the completions; None: the team.
+        """
+        if not isinstance(batch, TaskBatch):
+            raise ValueError(f"A batch is {type(batch).__name__}, not task items. Give the trainer a TaskDataModule.")
+        evaluates = stage in (EVALUATE, PREDICT)
+        seed = self.eval_seed if evaluates and self.eval_seed is not None else self.seed
+        key = (seed, stage, 0 if evaluates else batch.epoch)
+        team = self.team if sampler is None else sampler
+        collector = Collector(team, functions, shape, sampling, key, self._show_progress)
+        return collector.collect(batch.items, batch.indices)
+
+    def _show_progress(self, turn: int, rows_running: int) -> None:
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RolloutListener):
+                callback.on_rollout_progress(turn, rows_running)
+
+    def optimizer_step_on(self, learner: StepLearner[R, S], rows: Sequence[R]) -> None:
+        """One step of the optimizer on a mini-batch of this rank's rows, which may be empty.
+
+        Args:
+            learner: Loss over rows.
+            rows: Nodes or pairs.
+        """
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        assert isinstance(optimizer, LightningOptimizer)
+        if self.optimizer_steps.step(learner, rows, optimizer, self._backward, self.env_step):
+            self.update_step += 1
+            if isinstance(scheduler, LRScheduler):
+                scheduler.step()
+
+    def _backward(self, loss: Tensor) -> None:
+        """Gradients of this rank alone; they are added over the ranks once per optimizer step."""
+        model = self.trainer.strategy.model
+        with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+            self.manual_backward(loss)
+
+    # Evaluation and prediction: one completion per agent and turn.
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        self._evaluated.clear()
+        self._gathered = None
+        self.evaluation_metrics.pop()  # an evaluation that failed may have left something
+
+    @override
+    def validation_step(self, batch: TaskBatch, batch_idx: int) -> None:
+        assert self.eval_sampling is not None
+        rollouts = self.collect(batch, EVALUATE, self.eval_sampling, self._single_path, self.functions)
+        self._evaluated.append(rollouts)
+        self._gathered = None
+        credited = assign_credit(rollouts, self.return_discount)
+        record_nodes(self.evaluation_metrics, credited, rollouts.reward_parts)
+        record_final_rewards(self.evaluation_metrics, rollouts)
+        record_unparsed(self.evaluation_metrics, rollouts)
+        record_late(self.evaluation_metrics, rollouts)
+        self.record_evaluation(rollouts)
+
+    @property
+    def return_discount(self) -> float:
+        """Factor per turn of later rewards in a return."""
+        return 1.0
+
+    def record_evaluation(self, rollouts: Rollouts) -> None:
+        """Log what an algorithm adds to an evaluation."""
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        metrics = self.evaluation_metrics.pop()
+        if metrics:
+            # "step" is what Lightning takes for the x-axis of its loggers. All ranks have the same values already:
+            # their maximum is exact, and Lightning does not ask for a reduction.
+            steps = {"env_step": float(self.env_step), "step": float(self.env_step)}
+            self.log_dict({**metrics, **steps}, batch_size=1, sync_dist=True, reduce_fx="max")
+
+    @override
+    def on_validation_end(self) -> None:
+        self._gathered = None
+
+    on_test_epoch_start = on_validation_epoch_start
+    test_step = validation_step
+    on_test_epoch_end = on_validation_epoch_end
+    on_test_end = on_validation_end
+
+    @property
+    def _single_path(self) -> RolloutShape:
+        return replace(self.shape, num_generations=1, joint_mode="aligned")
+
+    def evaluation_rollouts(self) -> Rollouts:
+        """Everything that the running evaluation has sampled, from all ranks in item order. Call it on every rank.
+
+        It is gathered once, however many callbacks ask.
+        """
+        if self._gathered is None:
+            self._gathered = merge_rollouts(gather_objects(self._evaluated))
+        return self._gathered
+
+    @override
+    def predict_step(self, batch: TaskBatch, batch_idx: int) -> list[dict[str, Any]]:
+        assert self.eval_sampling is not None
+        rollouts = self.collect(batch, PREDICT, self.eval_sampling, self._single_path, self.functions)
+        return [prediction(rollouts, node) for node in rollouts.nodes]
+
+    # Logs.
 
     def _log_training(self, has_scored: bool) -> None:
         # Where nothing is scored, as in steps on pairs, optimizer steps count instead.
         since = self.env_step - self.last_log[0] if has_scored else self.update_step - self.last_log[1]
-        if since < self.updates.logging_steps:
+        if since < self.logging_steps:
             return
         self.last_log = (self.env_step, self.update_step)
         self.log_now(self.training_metrics.pop())
@@ -356,13 +511,17 @@ class CooperativeModule(Evaluations):
             logger.log_metrics({**metrics, **self.counters()}, step=self.env_step)
             logger.save()
 
+    # Files and checkpoints.
+
     def save_agents(self, folder: str | Path) -> None:
         """Write ``agent_0/``, ``agent_1/`` ...: standard PEFT or model folders with tokenizers, and critics beside."""
         self.configure_model()
         if rank() == 0:
-            self.team.save(folder)
-            if isinstance(self.method, ActorCritic):
-                self.critics.save(folder)
+            self.save_models(folder)
+
+    def save_models(self, folder: str | Path) -> None:
+        """Write the folders of `save_agents` from this process."""
+        self.team.save(folder)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "fit_trainer": None}  # as Lightning leaves its trainer out
@@ -374,16 +533,25 @@ class CooperativeModule(Evaluations):
         keys = super().load_state_dict(state_dict, strict=False, assign=assign)
         return without_left_out(self, keys, strict=strict)
 
-    def progress(self) -> Any:
-        """What else a training step of this algorithm changes, as a value that nobody changes afterwards."""
+    @override
+    def get_extra_state(self) -> dict[str, int]:
+        """The counters, which go with the weights: a fit in processes of its own brings back nothing else."""
+        return {"env_step": self.env_step, "update_step": self.update_step}
+
+    @override
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.env_step, self.update_step = state["env_step"], state["update_step"]
+
+    def round_state(self) -> Any:
+        """What else a training step of this algorithm changes, as an immutable value."""
         return None
 
-    def progress_state(self, progress: Any) -> dict[str, Any]:
-        """That value as plain values and tensors for a checkpoint. Call it on every rank."""
+    def round_state_to_plain(self, state: Any) -> dict[str, Any]:
+        """`round_state` as plain values and tensors for a checkpoint. Call it on every rank."""
         return {}
 
-    def restore_progress(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `progress_state`."""
+    def restore_round_state(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `round_state_to_plain`."""
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -394,3 +562,33 @@ class CooperativeModule(Evaluations):
         fitting = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
         state = load_run(self, checkpoint, fitting=fitting)
         self._resumed = state if fitting else None
+
+
+def joint_format(collaboration: Any, agents: SharedBase | Separate) -> JointFormat | None:
+    """How one language model answers for all agents; None where each answers by itself.
+
+    Raises:
+        ValueError: If it is neither a known name nor a format, or the agents are separate models.
+    """
+    given = joint_format_of(collaboration)
+    if given is not None and isinstance(agents, Separate):
+        raise ValueError(
+            f"collaboration={collaboration!r} is one model that answers for all, but agents=Separate(...) are several."
+            " Use SharedBase(model, num_agents=N), which counts the answers."
+        )
+    return given
+
+
+def team_settings(agents: SharedBase | Separate, joint_format: JointFormat | None) -> SharedBase | Separate:
+    """The settings of the language models that answer: a single one where it answers for all.
+
+    Args:
+        agents: As the user wrote them, with one agent per answer.
+        joint_format: How one model answers for all; None where each agent answers by itself.
+
+    Raises:
+        ValueError: If a folder of adapters lacks that of a model.
+    """
+    if isinstance(agents, Separate):
+        return agents
+    return agents.of_size(agents.num_agents if joint_format is None else 1)

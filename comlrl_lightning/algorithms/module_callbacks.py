@@ -1,4 +1,4 @@
-"""How a process ends whose training was stopped, by a signal or by another rank."""
+"""Callbacks that every algorithm adds: exit codes after signals, metrics without an x-axis of their own."""
 
 from __future__ import annotations
 
@@ -56,6 +56,19 @@ class TellWhatStopped(Callback):
             place = f"This is rank {trainer.global_rank} of {trainer.world_size}"
             misses = "; another rank has ended before it, whose error says why" if _from_collective(exception) else ""
             exception.add_note(f"{place}{misses}.")
+
+
+class ForgetStep(Callback):
+    """Takes the x-axis of an evaluation out of the trainer's metrics once it has been logged.
+
+    `ModelCheckpoint` would write it into the names of its files, in this evaluation and in all that follows.
+    """
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer._results is not None:
+            trainer._results.pop("on_validation_epoch_end.step", None)
+        trainer.callback_metrics.pop("step", None)
 
 
 def _from_collective(error: BaseException) -> bool:

@@ -17,10 +17,9 @@ from torch.nn import functional as F
 
 from comlrl_lightning.agents.attention import HALF
 from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
-from comlrl_lightning.agents.team import AgentTeam, without_model_card
+from comlrl_lightning.agents.team import without_model_card
 from comlrl_lightning.agents.threads import run_together
 from comlrl_lightning.critics.inputs import CriticReader
-from comlrl_lightning.critics.settings import CriticSettings
 from comlrl_lightning.types import Completion
 
 CriticType = Literal["v", "q"]
@@ -120,46 +119,6 @@ class CriticTeam(nn.Module):
         for body, head in zip(bodies, self._heads, strict=True):
             if body.folder is not None:
                 load_head(head, body.folder)
-
-    @classmethod
-    def build(
-        cls,
-        settings: CriticSettings,
-        team: AgentTeam,
-        *,
-        centralized: bool,
-        critic_type: CriticType = "v",
-        num_outputs: int = 1,
-        name: str = "critic",
-        freeze_backbone: bool = False,
-    ) -> CriticTeam:
-        """Load or make the critics that the settings describe; call it once per team.
-
-        Args:
-            settings: What they are.
-            team: The agents; an `AdapterCritic` adds adapters to their models.
-            centralized: One critic that reads all agents instead of one per agent that reads its own.
-            critic_type: "v" reads prompts, "q" prompts and completions.
-            num_outputs: Values per joint completion of a central critic.
-            name: Of a central critic, its adapter, parameter group and folder; of several with ``_0``, ... behind it.
-            freeze_backbone: Train the heads alone.
-
-        Raises:
-            ValueError: The settings do not fit the team.
-        """
-        from comlrl_lightning.critics.loading import load_bodies
-
-        with_completions = critic_type == "q"
-        bodies = load_bodies(settings, team, centralized, with_completions, name, freeze_backbone)
-        of_team = [team.speaker(agent) for agent in range(team.num_agents)]
-        own_models = [body.model for body in bodies if body.model not in of_team]
-        return cls(
-            bodies,
-            list(dict.fromkeys(own_models)),
-            centralized=centralized,
-            num_outputs=num_outputs,
-            hidden_size=settings.hidden_size,
-        )
 
     def shares_parameters(self) -> bool:
         """Whether the loss of the values reaches parameters of the agents."""

@@ -22,12 +22,54 @@ from comlrl_lightning.agents.loading import (
 from comlrl_lightning.agents.prompts import PromptEncoder
 from comlrl_lightning.agents.settings import LoraSettings, is_name
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.critics.critics import HEAD_FILE, CriticBody
+from comlrl_lightning.critics.critics import HEAD_FILE, CriticBody, CriticTeam, CriticType
 from comlrl_lightning.critics.inputs import CriticReader, Reading
-from comlrl_lightning.critics.settings import AdapterCritic, CriticSettings, ModelCritic, ValueHead, check_critic
+from comlrl_lightning.critics.settings import (
+    AdapterCritic,
+    CriticSettings,
+    ModelCritic,
+    ValueHead,
+    check_critic,
+)
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+
+def build_critics(
+    settings: CriticSettings,
+    team: AgentTeam,
+    *,
+    centralized: bool,
+    critic_type: CriticType = "v",
+    num_outputs: int = 1,
+    name: str = "critic",
+    freeze_backbone: bool = False,
+) -> CriticTeam:
+    """Load or make the critics that the settings describe; call it once per team.
+
+    Args:
+        settings: Kind of critic.
+        team: The agents; an `AdapterCritic` adds adapters to their models.
+        centralized: One critic that reads all agents instead of one per agent that reads its own.
+        critic_type: "v" reads prompts, "q" prompts and completions.
+        num_outputs: Values per joint completion of a central critic.
+        name: Of a central critic, its adapter, parameter group and folder; of several with ``_0``, ... behind it.
+        freeze_backbone: Train the heads alone.
+
+    Raises:
+        ValueError: The settings do not fit the team.
+    """
+    bodies = load_bodies(settings, team, centralized, critic_type == "q", name, freeze_backbone)
+    of_team = [team.speaker(agent) for agent in range(team.num_agents)]
+    own_models = [body.model for body in bodies if body.model not in of_team]
+    return CriticTeam(
+        bodies,
+        list(dict.fromkeys(own_models)),
+        centralized=centralized,
+        num_outputs=num_outputs,
+        hidden_size=settings.hidden_size,
+    )
 
 
 def load_bodies(

@@ -142,9 +142,6 @@ class RewardFunction:
 
     def processed(self, call: RewardCall, measured: Measured) -> list[list[float]]:
         """`[J][1]` or `[J][N]` rewards after processing, which comes in the order of the calls, unlike measuring."""
-        if self._weighted is not None:
-            for parts in measured.parts:
-                self._weighted.add_parts(parts)
         if (processor := self._processor) is None:
             return measured.rows
         place = call.place
@@ -192,10 +189,6 @@ class RewardFunction:
     def part_names(self) -> tuple[str, ...]:
         """Names of the parts of `WeightedRewards`; none for other functions."""
         return () if self._weighted is None else tuple(self._weighted.rewards)
-
-    def pop_parts(self) -> dict[str, float]:
-        """Mean of each part of `WeightedRewards` since the last call, before processing; empty for other functions."""
-        return {} if self._weighted is None else self._weighted.pop_parts()
 
 
 def _checked_processor(processor: RewardProcessor) -> UserFunction:

@@ -14,6 +14,7 @@ from comlrl_lightning.environment.reward import Measured, RewardCall, RewardFunc
 from comlrl_lightning.environment.reward_dispatch import InThread, Outcome, RewardCalls, Runner
 from comlrl_lightning.environment.reward_processes import RewardProcess, pickled
 from comlrl_lightning.environment.torch_modes import user_code
+from comlrl_lightning.rewards import PartSums
 from comlrl_lightning.utilities.checks import check_finite, check_positive, check_whole
 
 
@@ -25,6 +26,8 @@ class Scores:
     """`[calls][J][1]` processed rewards; `[calls][J][N]` where each agent has its own."""
     num_late: int
     """Calls that ran out of time."""
+    parts: list[PartSums]
+    """What the parts of `WeightedRewards` gave, call by call."""
 
 
 class RewardWorkers:
@@ -167,14 +170,15 @@ class Scoring:
             ValueError: If the function returns anything but finite numbers.
             TimeoutError: If a call takes too long and no value stands for that.
         """
-        rows, num_late = [], 0
+        rows, num_late, parts = [], 0, list[PartSums]()
         for index, outcome in enumerate(self._outcomes()):
             if isinstance(outcome, BaseException):
                 raise outcome
             num_late += outcome.is_late
+            parts += outcome.parts
             with user_code():
                 rows.append(self._reward.processed(self._calls[index], outcome))
-        return Scores(rows, num_late)
+        return Scores(rows, num_late, parts)
 
     def _outcomes(self) -> Iterator[Outcome]:
         """What the calls came to, in their order, up to the first exception at least."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
+from comlrl_lightning.agents.batches import micro_batches
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.critics.critics import CriticTeam
 from comlrl_lightning.functional import subtract_kl
@@ -24,8 +25,8 @@ from comlrl_lightning.functional.values import (
     leave_one_out_weights,
     value_loss,
 )
-from comlrl_lightning.learning.minibatches import PreparedNode, UpdateStats, ValueRow, micro_batches
-from comlrl_lightning.learning.policy import Learner, agent_group
+from comlrl_lightning.learning.minibatches import PreparedNode, UpdateStats, ValueRow
+from comlrl_lightning.learning.policy import Learner, PolicyLossFunction, agent_group, clipped_policy_loss
 from comlrl_lightning.learning.settings import PolicySettings, ValueSettings
 from comlrl_lightning.metrics import MetricTable, agent_key
 from comlrl_lightning.rollouts.credit import CreditedNode, Critique
@@ -45,6 +46,8 @@ class ActorCriticLearner(Learner):
         value: Settings of the values and their loss.
         micro_batch_tokens: Padded tokens per forward pass.
         table: Where metrics go.
+        policy_loss: Loss of completions.
+        loss_metrics: Names of the sums that the loss adds.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class ActorCriticLearner(Learner):
         value: ValueSettings,
         micro_batch_tokens: int,
         table: MetricTable,
+        policy_loss: PolicyLossFunction = clipped_policy_loss,
+        loss_metrics: Sequence[str] = (),
     ) -> None:
-        super().__init__(team, policy, micro_batch_tokens, table)
+        super().__init__(team, policy, micro_batch_tokens, table, policy_loss, loss_metrics)
         self.critics = critics
         self.value = value
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain, zip_longest
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
-from comlrl_lightning.agents.language_model import LanguageModel
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.functional import (
     Baseline,
     Normalization,
+    PolicyLoss,
     batch_moments,
     batch_rms,
     group_advantages,
@@ -30,7 +29,6 @@ from comlrl_lightning.learning.minibatches import (
     PolicyRow,
     PreparedNode,
     UpdateStats,
-    completion_batches,
     pad_rows,
 )
 from comlrl_lightning.learning.settings import PolicySettings
@@ -38,6 +36,50 @@ from comlrl_lightning.metrics import MetricTable, agent_key, turn_key
 from comlrl_lightning.rollouts.credit import CreditedNode, assign_credit
 from comlrl_lightning.types import Completion, Node, Rollouts
 from comlrl_lightning.utilities.distributed import all_reduce_sum
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyBatch:
+    """Completions of any agents with the inputs of their policy loss; R rows, C tokens, padded on the right."""
+
+    log_probs: Tensor
+    """`[R, C]` log-probabilities under the policy at the sampling temperature, with gradients; 0 at padding."""
+    entropy: Tensor
+    """`[R, C]` entropies in nats; 0 at padding."""
+    completion_mask: Tensor
+    """`[R, C]` True = a sampled token that counts."""
+    advantages: Tensor
+    """`[R]` advantage of each completion."""
+    old_log_probs: Tensor | None
+    """`[R, C]` log-probabilities before the first optimizer step on this buffer; None when there is one step only, so
+    that every importance ratio is 1."""
+    agents: Tensor
+    """`[R]` index of the agent."""
+    truncated: Tensor
+    """`[R]` True = the token limit ended the completion."""
+    group_tokens: Tensor
+    """`[R]` mean number of tokens of the completion's group: its agent's K completions of the node."""
+    settings: PolicySettings
+    """Settings of the loss."""
+
+
+PolicyLossFunction = Callable[[PolicyBatch], PolicyLoss]
+"""Maps a batch to `[R]` losses."""
+
+
+def clipped_policy_loss(batch: PolicyBatch) -> PolicyLoss:
+    """`functional.policy_loss` with the settings of the batch: REINFORCE, or PPO's clip where ratios are not 1."""
+    settings = batch.settings
+    clips = batch.old_log_probs is not None
+    return policy_loss(
+        batch.log_probs,
+        batch.advantages,
+        batch.completion_mask,
+        old_log_probs=batch.old_log_probs,
+        clip_epsilon=settings.clip_epsilon if clips else None,
+        clip_epsilon_high=settings.clip_epsilon_high if clips else None,
+        importance_level=settings.importance_level,
+    )
 
 
 def agent_group(agent: int) -> str:
@@ -53,13 +95,25 @@ class Learner(ABC):
         settings: Settings of the policy loss.
         micro_batch_tokens: Padded tokens per forward pass.
         table: Where metrics go.
+        policy_loss: Loss of completions.
+        loss_metrics: Names of the sums that the loss adds.
     """
 
-    def __init__(self, team: AgentTeam, settings: PolicySettings, micro_batch_tokens: int, table: MetricTable) -> None:
+    def __init__(
+        self,
+        team: AgentTeam,
+        settings: PolicySettings,
+        micro_batch_tokens: int,
+        table: MetricTable,
+        policy_loss: PolicyLossFunction = clipped_policy_loss,
+        loss_metrics: Sequence[str] = (),
+    ) -> None:
         self.team = team
         self.settings = settings
         self.micro_batch_tokens = micro_batch_tokens
         self.table = table
+        self.policy_loss = policy_loss
+        self.loss_metrics = loss_metrics
 
     def parameter_groups(self) -> dict[str, dict[str, Parameter]]:
         """Trained parameters by group; each group has its own learning rate and gradient norm."""
@@ -67,7 +121,7 @@ class Learner(ABC):
 
     def new_stats(self) -> UpdateStats:
         """Empty sums of one optimizer step."""
-        return UpdateStats(self.team.num_agents)
+        return UpdateStats(self.team.num_agents, self.loss_metrics)
 
     def credit(self, rollouts: Rollouts, discount: float) -> list[CreditedNode]:
         """What the policies and critics that collected a rollout can say of it, once and for all.
@@ -102,31 +156,15 @@ class Learner(ABC):
             stats: Gets the sums to log.
         """
         rows = [row for node in nodes for row in node.rows]
-        for batches in self._passes([row.completion for row in rows]):
+        for batches in self.team.micro_batches([row.completion for row in rows], self.micro_batch_tokens):
             tasks = [
-                (model, partial(self.loss, [rows[position] for position in batch], stats)) for model, batch in batches
+                (
+                    self.team.speaker(rows[batch[0]].completion.agent),
+                    partial(self.loss, [rows[one] for one in batch], stats),
+                )
+                for batch in batches
             ]
             yield torch.stack(self.team.each(tasks)).sum()
-
-    def _passes(self, completions: Sequence[Completion]) -> list[list[tuple[LanguageModel, list[int]]]]:
-        """Micro-batches of completions, by their positions, each for one language model; those of a pass go together.
-
-        What a model reads at once does not depend on whether others read at the same time.
-        """
-        of_model: defaultdict[LanguageModel, list[int]] = defaultdict(list)
-        for position, one in enumerate(completions):
-            of_model[self.team.speaker(one.agent)].append(position)
-        queues = []
-        for model, positions in of_model.items():
-            batches = completion_batches(
-                [completions[position] for position in positions],
-                self.micro_batch_tokens,
-                reads_prompts_once=model.reads_prompts_once,
-            )
-            queues.append([(model, [positions[row] for row in batch]) for batch in batches])
-        if not self.team.concurrent:
-            return [[batch] for batch in chain.from_iterable(queues)]
-        return [[batch for batch in batches if batch is not None] for batches in zip_longest(*queues)]
 
     def prepare(self, buffer: Sequence[CreditedNode], num_turns: int, stale: bool) -> list[PreparedNode]:
         """Advantages, scales and old log-probs of a whole buffer. Call it on every rank.
@@ -154,8 +192,9 @@ class Learner(ABC):
                 scale = entry.weight / mean_weight / len(group)
                 silent = self._is_silent(values[agent])
                 self.table.update(agent_key(agent, "zero_advantage_share"), float(not values[agent].any()))
+                group_tokens = sum(len(one.token_ids) for one in group) / len(group)
                 candidates = [
-                    PolicyRow(one, float(advantage), scale, next(old))
+                    PolicyRow(one, float(advantage), scale, next(old), group_tokens)
                     for one, advantage in zip(group, values[agent], strict=True)
                 ]
                 rows += [] if silent else candidates
@@ -169,36 +208,47 @@ class Learner(ABC):
             rows: Completions of any agents.
             stats: Gets the sums to log.
         """
-        settings = self.settings
-        scores = self.team.log_probs([row.completion for row in rows], temperature=settings.temperature)
-        like, mask = scores.log_probs, scores.completion_mask
-        advantages = like.new_tensor([row.advantage for row in rows])
-        old = None
-        if rows[0].old_log_probs is not None:
-            old = pad_rows([row.old_log_probs for row in rows if row.old_log_probs is not None], like)
-        clip = (None, None) if old is None else (settings.clip_epsilon, settings.clip_epsilon_high)
-        policy = policy_loss(
-            like,
-            advantages,
-            mask,
-            old_log_probs=old,
-            clip_epsilon=clip[0],
-            clip_epsilon_high=clip[1],
-            importance_level=settings.importance_level,
-        )
-        entropy = (scores.entropy * mask).sum(1)
+        batch = self._batch(rows)
+        policy = self.policy_loss(batch)
+        mask, log_probs = batch.completion_mask, batch.log_probs.detach()
+        entropy = (batch.entropy * mask).sum(1)
         # Without a coefficient the entropy is only logged, and its gradient left out.
-        bonus = settings.entropy_coef * entropy if settings.entropy_coef else 0.0
-        losses = (policy.loss - bonus) * like.new_tensor([row.scale for row in rows])
-        sampler = pad_rows([torch.tensor(row.completion.log_probs) for row in rows], like)
-        behavior = like.detach() if old is None else old
+        bonus = self.settings.entropy_coef * entropy if self.settings.entropy_coef else 0.0
+        losses = (policy.loss - bonus) * log_probs.new_tensor([row.scale for row in rows])
+        sampler = pad_rows([torch.tensor(row.completion.log_probs) for row in rows], log_probs)
+        behavior = log_probs if batch.old_log_probs is None else batch.old_log_probs
         gap = ((behavior - sampler).abs() * mask).sum(1)
         # Clamped, for a share of squares: a completion that drifted far must not overflow it.
-        ratio = ((like.detach() - behavior) * mask).sum(1).cpu().double().clamp(-20.0, 20.0).exp()
-        agents = torch.tensor([row.completion.agent for row in rows])
-        counts = (policy.num_tokens, policy.num_clipped, entropy, gap, torch.ones_like(gap), ratio, ratio.square())
-        stats.add(agents, losses, counts)
+        ratio = ((log_probs - behavior) * mask).sum(1).cpu().double().clamp(-20.0, 20.0).exp()
+        sums = {
+            "num_tokens": policy.num_tokens,
+            "num_clipped": policy.num_clipped,
+            "entropy": entropy,
+            "sampler_gap": gap,
+            "num_completions": torch.ones_like(gap),
+            "ratio": ratio,
+            "squared_ratio": ratio.square(),
+        }
+        stats.add(batch.agents, losses, {**sums, **policy.sums})
         return losses.sum()
+
+    def _batch(self, rows: Sequence[PolicyRow]) -> PolicyBatch:
+        """The inputs of the policy loss of some completions, log-probabilities with gradients."""
+        scores = self.team.log_probs([row.completion for row in rows], temperature=self.settings.temperature)
+        old = None
+        if rows[0].old_log_probs is not None:
+            old = pad_rows([row.old_log_probs for row in rows if row.old_log_probs is not None], scores.log_probs)
+        return PolicyBatch(
+            log_probs=scores.log_probs,
+            entropy=scores.entropy,
+            completion_mask=scores.completion_mask,
+            advantages=scores.log_probs.new_tensor([row.advantage for row in rows]),
+            old_log_probs=old,
+            agents=torch.tensor([row.completion.agent for row in rows]),
+            truncated=torch.tensor([row.completion.truncated for row in rows], device=scores.log_probs.device),
+            group_tokens=scores.log_probs.new_tensor([row.group_tokens for row in rows]),
+            settings=self.settings,
+        )
 
     @torch.no_grad()
     def score(self, completions: Sequence[Completion], reference: bool = False) -> list[Tensor]:
@@ -209,8 +259,8 @@ class Learner(ABC):
             reference: Score under the reference policy.
         """
         scored: list[Tensor] = [torch.empty(0)] * len(completions)
-        for batches in self._passes(completions):
-            batch = [position for _, positions in batches for position in positions]
+        for batches in self.team.micro_batches(completions, self.micro_batch_tokens):
+            batch = [position for positions in batches for position in positions]
             chosen = [completions[position] for position in batch]
             scores = self.team.log_probs(chosen, temperature=self.settings.temperature, reference=reference)
             for row, position in enumerate(batch):
@@ -272,8 +322,11 @@ class GroupRelativeLearner(Learner):
         settings: Settings of the policy loss.
         baseline: What is subtracted from the returns of a group.
         normalization: What the advantages are divided by.
+        kl_baseline: What is subtracted from the log-ratios to the reference policy; None: `baseline`.
         micro_batch_tokens: Padded tokens per forward pass.
         table: Where metrics go.
+        policy_loss: Loss of completions.
+        loss_metrics: Names of the sums that the loss adds.
     """
 
     def __init__(
@@ -284,8 +337,12 @@ class GroupRelativeLearner(Learner):
         normalization: Normalization,
         micro_batch_tokens: int,
         table: MetricTable,
+        policy_loss: PolicyLossFunction = clipped_policy_loss,
+        loss_metrics: Sequence[str] = (),
+        kl_baseline: Baseline | None = None,
     ) -> None:
-        super().__init__(team, settings, micro_batch_tokens, table)
+        super().__init__(team, settings, micro_batch_tokens, table, policy_loss, loss_metrics)
+        self.kl_baseline: Baseline = baseline if kl_baseline is None else kl_baseline
         self.baseline: Baseline = baseline
         self.normalization: Normalization = normalization
 
@@ -304,6 +361,6 @@ class GroupRelativeLearner(Learner):
             rms = torch.stack([batch_rms(agent) for agent in moments[entry.node.turn - 1]])[:, None]
             result = group_advantages(values, self.baseline, self.normalization, rms=rms)
             if kappa is not None:
-                result = subtract_kl(result, kappa[position], self.settings.reference_kl_coef, self.baseline)
+                result = subtract_kl(result, kappa[position], self.settings.reference_kl_coef, self.kl_baseline)
             advantages.append(result)
         return advantages

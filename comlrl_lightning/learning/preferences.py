@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from comlrl_lightning.agents.batches import micro_batches, sequence_lengths
 from comlrl_lightning.agents.team import AgentTeam, TokenScores
 from comlrl_lightning.functional import joint_preference_loss, masked_sum, sequence_margins
-from comlrl_lightning.learning.minibatches import micro_batches, sequence_lengths
 from comlrl_lightning.learning.policy import agent_group
 from comlrl_lightning.metrics import MetricTable, agent_key, preference_key
 from comlrl_lightning.preferences.pairs import PreferencePair

@@ -12,14 +12,15 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from comlrl_lightning.agents.batches import micro_batches
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.critics.critics import CriticTeam
+from comlrl_lightning.critics.loading import build_critics
 from comlrl_lightning.critics.reward_settings import REWARD_MODEL, JointRewardModel
 from comlrl_lightning.critics.settings import AdapterCritic
 from comlrl_lightning.environment.joint_format import JointFormat, merged_prompt, split_or_empty
 from comlrl_lightning.environment.prompts import RewardFunction
 from comlrl_lightning.functional import bradley_terry_loss
-from comlrl_lightning.learning.minibatches import micro_batches
 from comlrl_lightning.metrics import MetricTable, group_key
 from comlrl_lightning.preferences.pairs import PreferencePair
 from comlrl_lightning.types import Completion, Prompt
@@ -45,7 +46,7 @@ def build_reward_model(settings: JointRewardModel, team: AgentTeam, num_agents: 
             "JointRewardModel(model=AdapterCritic()) needs a frozen model under it, but agent_0 trains all weights of "
             "its own. Give Separate(lora=LoraSettings()), or use JointRewardModel(model=ModelCritic(model=...))."
         )
-    model = CriticTeam.build(
+    model = build_critics(
         settings.model,
         team,
         centralized=True,

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from typing_extensions import override
 
 from comlrl_lightning.metrics import LEARNED, REWARD_TIMEOUTS, UNPARSED, MetricTable, agent_key, part_key, turn_key
 from comlrl_lightning.rollouts.collect import RolloutShape
@@ -29,23 +27,16 @@ def record_nodes(
         table.update(prefix + turn_key(entry.node.turn, "expected_return"), _column(entry.joint_returns))
 
 
-def record_candidates(table: MetricTable, rollouts: Rollouts, parts: Mapping[str, float], by_task: bool) -> None:
+def record_candidates(table: MetricTable, rollouts: Rollouts, by_task: bool) -> None:
     """Rewards, lengths and times of the candidates of a collecting epoch.
 
     Args:
         table: Where they go.
         rollouts: Nodes of the first turn.
-        parts: Means of the parts of their rewards.
         by_task: Whether the task's reward has scored them; a learned one is kept apart.
     """
     credited = assign_credit(rollouts, discount=1.0)
-    record_nodes(table, credited, parts, prefix="" if by_task else LEARNED)
-    record_collection(table, rollouts)
-
-
-def record_learned_rewards(table: MetricTable, rollouts: Rollouts, credited: Sequence[CreditedNode]) -> None:
-    """What `record_candidates` does, for rollouts that a learned reward has scored."""
-    record_nodes(table, credited, {}, prefix=LEARNED)
+    record_nodes(table, credited, rollouts.reward_parts, prefix="" if by_task else LEARNED)
     record_collection(table, rollouts)
 
 
@@ -107,19 +98,6 @@ def prediction(rollouts: Rollouts, node: Node) -> dict[str, Any]:
         "completions": node.answers(0),
         "reward": node.rewards[0],
     }
-
-
-class ForgetStep(Callback):
-    """Takes the x-axis of an evaluation out of the trainer's metrics once it has been logged.
-
-    `ModelCheckpoint` would write it into the names of its files, in this evaluation and in all that follows.
-    """
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer._results is not None:
-            trainer._results.pop("on_validation_epoch_end.step", None)
-        trainer.callback_metrics.pop("step", None)
 
 
 def _column(values: Sequence[float]) -> Tensor:

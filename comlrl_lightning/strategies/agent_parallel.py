@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from comlrl_lightning.agents.settings import Separate
+from comlrl_lightning.agents.settings import Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.algorithms.module import CooperativeModule
 from comlrl_lightning.critics.critics import CriticTeam
 
 Device = str | torch.device
@@ -69,20 +68,21 @@ class AgentParallel(SingleDeviceStrategy):
 
     def _check(self, module: LightningModule) -> None:
         """Refuse, before weights load, what cannot be placed."""
-        if not isinstance(module, CooperativeModule):
+        agents = vars(module).get("agents")
+        if not isinstance(agents, SharedBase | Separate):
             raise ValueError(
                 f"AgentParallel(...) places the models of agents, and {type(module).__name__} has none. Use an "
                 "algorithm of comlrl_lightning, or another strategy."
             )
-        if not isinstance(module.agents, Separate):
+        if not isinstance(agents, Separate):
             raise ValueError(
                 "AgentParallel(...) gives each agent's model a device, but agents=SharedBase(...) is one model for all."
-                f" Use Separate([model] * {module.num_agents}, lora=LoraSettings()), or leave out strategy=: a shared"
+                f" Use Separate([model] * {agents.num_agents}, lora=LoraSettings()), or leave out strategy=: a shared"
                 " base fits on one device, and strategy='ddp' uses several."
             )
-        if len(self.agent_devices) != module.num_agents:
+        if len(self.agent_devices) != agents.num_agents:
             raise ValueError(
-                f"AgentParallel(agent_devices=...) names {len(self.agent_devices)} devices for {module.num_agents}"
+                f"AgentParallel(agent_devices=...) names {len(self.agent_devices)} devices for {agents.num_agents}"
                 " agents. Give one per agent; several agents may have the same."
             )
         kinds = sorted({device.type for device in self._all_devices()})

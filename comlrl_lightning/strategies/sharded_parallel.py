@@ -1,21 +1,24 @@
-"""Several processes of which each holds a part of the frozen weights, and how a module follows such a strategy."""
+"""Several processes of which each holds a part of the frozen weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from comlrl_lightning.algorithms.updating import BufferedUpdates
-from comlrl_lightning.strategies.sharding import shard_frozen
+from comlrl_lightning.strategies.sharding import Lockstep, lockstep_of
 from comlrl_lightning.utilities.checks import check_number
 from comlrl_lightning.utilities.distributed import meet_by
+
+T = TypeVar("T")
 
 
 class ShardedParallel(ModelParallelStrategy):
@@ -32,6 +35,7 @@ class ShardedParallel(ModelParallelStrategy):
     """
 
     strategy_name = "sharded_parallel"
+    lockstep: Lockstep
 
     def __init__(self, process_group_backend: str | None = None, timeout_seconds: float = 1800.0) -> None:
         check_number("a number above 0", lambda value: value > 0, "ShardedParallel", timeout_seconds=timeout_seconds)
@@ -54,7 +58,41 @@ class ShardedParallel(ModelParallelStrategy):
             # mode has made.
             loop.inference_mode = False
         trainer.predict_loop.inference_mode = False
+        assert self.lightning_module is not None
+        self.lockstep = lockstep_of(self.lightning_module, self.device_mesh["data_parallel"])
+        meet_by(self.lockstep.meet)
         super().setup(trainer)
+
+    @override
+    def teardown(self) -> None:
+        meet_by(None)
+        super().teardown()
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        return super().backward(self.lockstep.with_idle(closure_loss), optimizer, *args, **kwargs)
+
+    # At the end of a step a rank runs the passes that ranks with more batches still need.
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._finished(super().training_step(*args, **kwargs))
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._finished(super().validation_step(*args, **kwargs))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._finished(super().test_step(*args, **kwargs))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._finished(super().predict_step(*args, **kwargs))
+
+    def _finished(self, output: T) -> T:
+        self.lockstep.meet()
+        return output
 
     # What is trained is whole on every rank. Lightning's way through FSDP2's state dicts would step an optimizer that
     # has no state yet, and write and load optimizers of its own kind only.
@@ -84,34 +122,3 @@ class ShardedParallel(ModelParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         return super(ModelParallelStrategy, self).load_checkpoint(checkpoint_path, weights_only)
-
-
-def follow_strategy(module: BufferedUpdates) -> None:
-    """Shard the frozen weights under `ShardedParallel`, once; call it whenever a trainer begins.
-
-    Args:
-        module: Its models are loaded.
-
-    Raises:
-        ValueError: The strategy shards in another way, or cannot go on with weights in shards.
-    """
-    trainer = module._trainer
-    if trainer is None:
-        return
-    strategy = trainer.strategy
-    if isinstance(strategy, ShardedParallel):
-        if module.lockstep is None:
-            module.lockstep = shard_frozen(module, strategy.device_mesh["data_parallel"])
-        meet_by(module.lockstep.meet)
-        return
-    if isinstance(strategy, ModelParallelStrategy):
-        raise ValueError(
-            f"Trainer(strategy={type(strategy).__name__}(...)) leaves it to the module what is sharded, and its"
-            " checkpoints would gather the frozen weights. Use strategy=ShardedParallel(), which shards these alone."
-        )
-    if module.lockstep is not None:
-        raise ValueError(
-            f"Trainer(strategy={type(strategy).__name__}) cannot go on with this module, whose frozen weights are in"
-            " shards. Use strategy=ShardedParallel(), or load a checkpoint into a new module."
-        )
-    meet_by(None)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,24 @@ def shard_frozen(module: nn.Module, mesh: DeviceMesh) -> Lockstep:
         if not is_sharded(model):
             _shard(model, mesh)
     return Lockstep(models)
+
+
+_LOCKSTEPS: WeakKeyDictionary[nn.Module, Lockstep] = WeakKeyDictionary()
+
+
+def lockstep_of(module: nn.Module, mesh: DeviceMesh) -> Lockstep:
+    """Agreement on the passes of a module's models, which are sharded when it is asked for the first time.
+
+    Args:
+        module: Its models are loaded.
+        mesh: The ranks, in one dimension.
+
+    Raises:
+        ValueError: An agent's model is not frozen, or cannot be sharded.
+    """
+    if module not in _LOCKSTEPS:
+        _LOCKSTEPS[module] = shard_frozen(module, mesh)
+    return _LOCKSTEPS[module]
 
 
 def is_sharded(module: nn.Module) -> bool:
