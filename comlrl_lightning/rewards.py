@@ -148,7 +148,7 @@ _COLLECTING: ContextVar[tuple[WeightedRewards, list[PartSums]] | None] = Context
 
 
 class WeightedRewards:
-    """A weighted sum of several rewards that remembers the mean of each part.
+    """A weighted sum of several rewards; the mean of each part is logged under ``reward/``.
 
     Args:
         rewards: Name of each part and its function, called as a `reward_func` is.
@@ -159,9 +159,10 @@ class WeightedRewards:
 
     Example:
         >>> reward = WeightedRewards({"short": lambda texts: [-len(text) for text in texts]}, {"short": 0.5})
-        >>> reward(["abcd", "ab"])
+        >>> with reward.collected() as parts:
+        ...     reward(["abcd", "ab"])
         [-2.0, -1.0]
-        >>> reward.pop_parts()
+        >>> part_means(parts)
         {'short': -3.0}
     """
 
@@ -179,8 +180,6 @@ class WeightedRewards:
         self.rewards = dict(rewards)
         self.weights = _weights_by_name(list(rewards), weights)
         self._functions: dict[str, UserFunction] = {}
-        self._sums = dict.fromkeys(rewards, 0.0)
-        self._count = 0
 
     def check(self, num_agents: int, keywords: Sequence[str] = REWARD_KEYWORDS, passes: str | None = None) -> None:
         """Read the signature of every part.
@@ -225,31 +224,17 @@ class WeightedRewards:
         collecting = _COLLECTING.get()
         if collecting is not None and collecting[0] is self:
             collecting[1].append(PartSums(sums, num_joint))
-        else:
-            self.add_parts(PartSums(sums, num_joint))
         return totals
 
     @contextmanager
     def collected(self) -> Iterator[list[PartSums]]:
-        """Calls inside leave their parts in a list: where several run at once, `add_parts` settles the order later."""
+        """Calls of this thread inside the context add the sums of their parts to a list."""
         parts: list[PartSums] = []
         token = _COLLECTING.set((self, parts))
         try:
             yield parts
         finally:
             _COLLECTING.reset(token)
-
-    def add_parts(self, parts: PartSums) -> None:
-        """Count what one call gave."""
-        for name, total in parts.sums.items():
-            self._sums[name] += total
-        self._count += parts.num_joint
-
-    def pop_parts(self) -> dict[str, float]:
-        """Mean of each part, unweighted, over the joint completions since the last call; empty without any."""
-        means = {name: total / self._count for name, total in self._sums.items()} if self._count else {}
-        self._sums, self._count = dict.fromkeys(self.rewards, 0.0), 0
-        return means
 
 
 def _weights_by_name(names: list[str], weights: Mapping[str, float] | Sequence[float] | None) -> dict[str, float]:

@@ -9,15 +9,22 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from comlrl_lightning.agents.decoding.engines import LOOPS
 from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
 from comlrl_lightning.agents.prompts import PromptEncoder
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase, TeamSettings, is_name
+from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.assets import STORY_MODEL, story_model_path
 from comlrl_lightning.critics.settings import ModelCritic
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def build_team(settings: SharedBase | Separate) -> AgentTeam:
+    """Load the weights that the settings describe."""
+    return AgentTeam(load_models(settings), LOOPS, settings.engine)
 
 
 def load_models(settings: SharedBase | Separate) -> list[LanguageModel]:

@@ -5,9 +5,10 @@ from comlrl_lightning.algorithms.critic_free import MAGRPO, MAREINFORCE, MARLOO,
 from comlrl_lightning.algorithms.madpo import MADPO
 from comlrl_lightning.algorithms.marlhf import MARLHF
 from comlrl_lightning.algorithms.module import CooperativeModule
+from comlrl_lightning.algorithms.policy_gradient import PolicyGradientModule
 from comlrl_lightning.algorithms.preference import PreferenceModule
 
-POLICY_GRADIENT_ALGORITHMS: tuple[type[CooperativeModule], ...] = (MAREINFORCE, MAGRPO, MARLOO, MAReMax, IAC, MAAC)
+POLICY_GRADIENT_ALGORITHMS: tuple[type[PolicyGradientModule], ...] = (MAREINFORCE, MAGRPO, MARLOO, MAReMax, IAC, MAAC)
 """Those that learn from rewards, in one or many turns."""
 PREFERENCE_ALGORITHMS: tuple[type[PreferenceModule], ...] = (MADPO, MARLHF)
 """Those that learn from comparisons, in rounds."""
@@ -29,5 +30,6 @@ __all__ = [
     "CooperativeModule",
     "CriticFreeModule",
     "MAReMax",
+    "PolicyGradientModule",
     "PreferenceModule",
 ]

@@ -18,7 +18,7 @@ from comlrl_lightning.agents.adapters import REFERENCE
 from comlrl_lightning.algorithms.bases import bases_of, check_bases
 from comlrl_lightning.rollouts.credit import CreditedNode
 from comlrl_lightning.utilities.distributed import gather_objects, rank, world_size
-from comlrl_lightning.utilities.plain import to_plain
+from comlrl_lightning.utilities.plain import to_plain, with_current_paths
 
 if TYPE_CHECKING:
     from comlrl_lightning.algorithms.module import CooperativeModule
@@ -147,7 +147,9 @@ def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any], *, fittin
     state: dict[str, Any] = checkpoint[KEY]
     if fitting:
         current = {"algorithm": type(module).__name__, **_fixed_settings(module), **_fixed(module.optimization)}
-        saved = {"algorithm": state["algorithm"], **state["settings"], **_fixed(state["optimization"])}
+        saved = with_current_paths(
+            {"algorithm": state["algorithm"], **state["settings"], **_fixed(state["optimization"])}
+        )
         check_settings(saved, current)
     check_bases(state["bases"], bases_of(module))
     missing = sorted(set(kept_names(module)) - set(checkpoint["state_dict"]))

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
-from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.algorithms.checkpoint import (
     StepStart,
     load_run,
@@ -277,7 +277,7 @@ class CooperativeModule(DataclassModule):
     def configure_model(self) -> None:
         if self._modules.get("team") is None:
             with seeded(self.seed, torch.get_default_device()):
-                self.team = AgentTeam.build(self.team_settings)
+                self.team = build_team(self.team_settings)
                 if self.uses_reference:
                     self.team.add_reference()
                 self.build_learners()
@@ -407,6 +407,7 @@ class CooperativeModule(DataclassModule):
         assert isinstance(optimizer, LightningOptimizer)
         if self.optimizer_steps.step(learner, rows, optimizer, self._backward, self.env_step):
             self.update_step += 1
+            self.team.mark_changed()
             if isinstance(scheduler, LRScheduler):
                 scheduler.step()
 
@@ -531,6 +532,7 @@ class CooperativeModule(DataclassModule):
         """Load weights as any module does; frozen weights and metrics, which checkpoints leave out, are not missed."""
         self.configure_model()  # a fit in processes of its own brings its weights to a module that has none yet
         keys = super().load_state_dict(state_dict, strict=False, assign=assign)
+        self.team.mark_changed()
         return without_left_out(self, keys, strict=strict)
 
     @override

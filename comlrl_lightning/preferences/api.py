@@ -27,7 +27,7 @@ from comlrl_lightning.types import Prompt
 from comlrl_lightning.utilities.checks import check_whole
 
 if TYPE_CHECKING:
-    from comlrl_lightning.agents.decoding.native import GenerationProgress
+    from comlrl_lightning.agents.engine import GenerationProgress
 
 Messages = list[dict[str, str]]
 """Chat messages with ``role`` and ``content``."""

@@ -17,7 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from comlrl_lightning.agents.decoding.native import Finished, GenerationProgress, GenerationRequest
+from comlrl_lightning.agents.engine import Finished, GenerationProgress, GenerationRequest
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.environment.joint_format import Collaboration
@@ -190,7 +191,7 @@ class FixedModel(Comparator):
         if self._team is None:
             # Adapters are drawn from the global random state, which must not depend on when this happens.
             with torch.random.fork_rng(devices=[]):
-                self._team = AgentTeam.build(self.agents).requires_grad_(False)
+                self._team = build_team(self.agents).requires_grad_(False)
 
     def modules(self) -> list[nn.Module]:
         """The team, once it is built."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
-from comlrl_lightning.agents.decoding.native import Finished, GenerationProgress, GenerationRequest
 from comlrl_lightning.agents.decoding.tokens import StopStrings
+from comlrl_lightning.agents.engine import Finished, GenerationProgress, GenerationRequest
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.environment.joint_format import (

@@ -36,10 +36,12 @@ def borrowed_weights(team: AgentTeam, weights: Mapping[str, Tensor]) -> Iterator
     try:
         for name, parameter in parameters.items():
             parameter.data = lent[name]
+        team.mark_changed()
         yield
     finally:
         for name, parameter in parameters.items():
             parameter.data = own[name]
+        team.mark_changed()
 
 
 def _parameters(team: AgentTeam) -> dict[str, nn.Parameter]:

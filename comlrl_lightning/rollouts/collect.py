@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from comlrl_lightning.agents.arrivals import Arrivals
-from comlrl_lightning.agents.decoding.native import Finished, GenerationRequest
 from comlrl_lightning.agents.decoding.prefixes import Prefixes
+from comlrl_lightning.agents.engine import Finished, GenerationRequest
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.environment.functions import TaskFunctions
 from comlrl_lightning.environment.joint_format import merged_prompt, split_or_empty

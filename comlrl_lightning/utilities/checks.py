@@ -94,6 +94,12 @@ def check_flag(**values: bool) -> None:
             raise ValueError(f"{name}={value!r} is neither True nor False. Use one of them.")
 
 
+def check_choice_of(owner: str, name: str, value: object, allowed: Sequence[object]) -> None:
+    """Refuse a setting of a class that is not one of the choices."""
+    if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):
+        raise ValueError(f"{owner}({name}={value!r}) is unknown. Use one of {', '.join(map(repr, allowed))}.")
+
+
 def check_choice(choices: Sequence[Any], **values: Any) -> None:
     """Refuse anything that is not one of the choices."""
     for name, value in values.items():

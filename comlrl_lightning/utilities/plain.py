@@ -9,6 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+RENAMED = {
+    "comlrl_lightning.agents.critic_settings.": "comlrl_lightning.critics.settings.",
+    "comlrl_lightning.agents.reward_settings.": "comlrl_lightning.critics.reward_settings.",
+    "comlrl_lightning.agents.settings.Sampling": "comlrl_lightning.agents.sampling.Sampling",
+    "comlrl_lightning.collaboration.": "comlrl_lightning.environment.joint_format.",
+}
+"""Former import paths of classes that checkpoints name, and where they are now."""
+
 
 def to_plain(value: Any) -> Any:
     """Plain form of a setting.
@@ -83,8 +91,22 @@ def _name(value: Any) -> str:
     return f"{value.__module__}.{value.__qualname__}"
 
 
+def with_current_paths(value: Any) -> Any:
+    """A plain setting whose former import paths (`RENAMED`) are the present ones."""
+    if isinstance(value, str):
+        for former, present in RENAMED.items():
+            if value.startswith(former):
+                return present + value.removeprefix(former)
+        return value
+    if isinstance(value, Mapping):
+        return {key: with_current_paths(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_current_paths(entry) for entry in value]
+    return value
+
+
 def _load(argument: str, path: str) -> Any:
-    parts = path.split(".")
+    parts = str(with_current_paths(path)).split(".")
     for cut in range(len(parts) - 1, 0, -1):
         try:
             value: Any = importlib.import_module(".".join(parts[:cut]))

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from comlrl_lightning.agents.decoding.native import GenerationRequest
+from comlrl_lightning.agents.engine import GenerationRequest
 from comlrl_lightning.agents.language_model import LanguageModel
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import SharedBase
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.types import Completion
@@ -25,7 +26,7 @@ def shared_team(
 ) -> AgentTeam:
     """A team on one tiny base whose adapters have moved away from their start, each in its own direction."""
     settings.setdefault("tokenizer", tiny_tokenizer(chat=True))
-    team = AgentTeam.build(SharedBase(model if model is not None else tiny_llama(), num_agents, **settings))
+    team = build_team(SharedBase(model if model is not None else tiny_llama(), num_agents, **settings))
     stir(team, noise)
     return team
 

@@ -11,6 +11,7 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.critics.critics import CriticTeam
@@ -28,7 +29,7 @@ def base(tmp_path: Path) -> str:
 
 def new_team(base: str) -> AgentTeam:
     torch.manual_seed(0)
-    team = AgentTeam.build(SharedBase(base, 2, lora=LoraSettings(rank=2)))
+    team = build_team(SharedBase(base, 2, lora=LoraSettings(rank=2)))
     stir(team)
     return team
 
@@ -49,17 +50,17 @@ def test_value_heads(base: str, tmp_path: Path, hidden_size: int | None) -> None
     saved(team, critics, out)
     assert sorted(entry.name for entry in out.iterdir() if entry.is_dir()) == ["agent_0", "agent_1"]
     names = folders(out, "agent_0", "agent_1")
-    again = AgentTeam.build(SharedBase(base, 2, adapters=names))
+    again = build_team(SharedBase(base, 2, adapters=names))
     loaded = build_critics(ValueHead(hidden_size, heads=names), again, centralized=False)
     torch.testing.assert_close(loaded.values(talk(team)), critics.values(talk(team)))
 
 
 def test_value_heads_of_fully_trained_agents(base: str, tmp_path: Path) -> None:
-    team, out = AgentTeam.build(Separate([base, base])), tmp_path / "out"
+    team, out = build_team(Separate([base, base])), tmp_path / "out"
     critics = critics_of(ValueHead(), team)
     saved(team, critics, out)
     names = folders(out, "agent_0", "agent_1")
-    loaded = build_critics(ValueHead(heads=names), AgentTeam.build(Separate([*names])), centralized=False)
+    loaded = build_critics(ValueHead(heads=names), build_team(Separate([*names])), centralized=False)
     torch.testing.assert_close(loaded.values(talk(team)), critics.values(talk(team)))
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import FalconConfig, FalconForCausalLM, GenerationConfig, PreTrainedModel
 
-from comlrl_lightning.agents.decoding.native import GenerationRequest
+from comlrl_lightning.agents.engine import GenerationRequest
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, Separate
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.types import Completion
@@ -253,7 +254,7 @@ def test_progress_counts_running_rows() -> None:
 def test_heterogeneous_agents(full: bool) -> None:
     tokenizers = [tiny_tokenizer(), tiny_tokenizer(reverse=True, pad=None)]
     models = [tiny_llama(), tiny_gpt2()]
-    team = AgentTeam.build(Separate(models, tokenizers=tokenizers, lora=None if full else LoraSettings()))
+    team = build_team(Separate(models, tokenizers=tokenizers, lora=None if full else LoraSettings()))
     if not full:
         stir(team, 0.1)
     asked = requests(PROMPTS, samples=1)

@@ -7,7 +7,7 @@ import warnings
 import pytest
 from tokenizers import processors
 
-from comlrl_lightning.agents.decoding.native import GenerationRequest
+from comlrl_lightning.agents.engine import GenerationRequest
 from comlrl_lightning.agents.prompts import PromptEncoder
 from comlrl_lightning.agents.settings import Sampling
 from tests.agents.helpers import requests, shared_team

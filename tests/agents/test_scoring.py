@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from comlrl_lightning.agents import log_probs as scoring
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import LoraSettings, Separate
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.types import Completion
@@ -166,7 +167,7 @@ def test_training_leaves_the_base_as_it_was() -> None:
 
 def test_separate_models_score_in_the_order_of_the_rows() -> None:
     models = [tiny_llama(), tiny_gpt2()]
-    team = AgentTeam.build(Separate(models, tokenizers=[tiny_tokenizer(), tiny_tokenizer(reverse=True)]))
+    team = build_team(Separate(models, tokenizers=[tiny_tokenizer(), tiny_tokenizer(reverse=True)]))
     rows = written(4, AGENTS)
     scores = team.log_probs(rows, temperature=0.8)
     for index, row in enumerate(rows):
@@ -224,7 +225,7 @@ def test_the_reference_is_the_initial_policy(lora: LoraSettings) -> None:
 
 def test_the_reference_of_full_fine_tuning_is_a_frozen_copy() -> None:
     settings: dict[str, Any] = {"tokenizers": [tiny_tokenizer(), tiny_tokenizer()]}
-    team, rows = AgentTeam.build(Separate([tiny_llama(), tiny_qwen2()], **settings)), written(6, AGENTS)
+    team, rows = build_team(Separate([tiny_llama(), tiny_qwen2()], **settings)), written(6, AGENTS)
     at_first = team.log_probs(rows, temperature=1.0).log_probs.detach()
     names = set(trained(team))
     team.add_reference()

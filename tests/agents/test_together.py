@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from comlrl_lightning.agents.decoding.native import GenerationRequest
+from comlrl_lightning.agents.engine import GenerationRequest
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.agents.threads import SharedProgress, Stopped, run_together
 from tests.algorithms.support import tiny_agents
 
@@ -73,7 +73,7 @@ class TestTogether:
             shared.of(0)(1)
 
     def test_progress_of_a_rollout_ends_at_zero(self) -> None:
-        team = AgentTeam.build(tiny_agents("full", dtype=torch.float32))
+        team = build_team(tiny_agents("full", dtype=torch.float32))
         team.concurrent = True
         told: list[int] = []
         requests = [GenerationRequest(agent, "hi", ((1, agent), (2, agent))) for agent in (0, 1)]

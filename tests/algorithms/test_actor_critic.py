@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from comlrl_lightning.agents.settings import SharedBase
-from comlrl_lightning.algorithms import IAC, MAAC, ActorCriticModule, CooperativeModule
+from comlrl_lightning.algorithms import IAC, MAAC, ActorCriticModule
 from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic, ValueHead
 from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.rewards import WeightedRewards
@@ -43,12 +43,12 @@ def gpt2_critics() -> ModelCritic:
 KINDS = [(IAC, ValueHead), (IAC, lambda: ADAPTER), (IAC, gpt2_critics), (MAAC, lambda: ADAPTER), (MAAC, gpt2_critic)]
 
 
-def group(module: CooperativeModule, name: str) -> dict[str, Tensor]:
+def group(module: ActorCriticModule, name: str) -> dict[str, Tensor]:
     """A copy of the weights of a parameter group."""
     return {path: value.detach().clone() for path, value in module.learner.parameter_groups()[name].items()}
 
 
-def moved(module: CooperativeModule, name: str, start: dict[str, Tensor]) -> bool:
+def moved(module: ActorCriticModule, name: str, start: dict[str, Tensor]) -> bool:
     return any(not torch.equal(value, start[path]) for path, value in group(module, name).items())
 
 
@@ -115,7 +115,7 @@ class TestWhoMoves:
 
 
 class TestPerAgentRewards:
-    def trained(self, algorithm: type[ActorCriticModule], scale: float) -> CooperativeModule:
+    def trained(self, algorithm: type[ActorCriticModule], scale: float) -> ActorCriticModule:
         module = make_module(
             algorithm,
             critic=ADAPTER,
@@ -144,7 +144,7 @@ class TestPerAgentRewards:
             make_module(IAC, UNLOADED, reward_func=reward, per_agent_rewards=True)
 
 
-def module_outputs(module: CooperativeModule) -> int:
+def module_outputs(module: ActorCriticModule) -> int:
     assert isinstance(module, ActorCriticModule)
     return module.critics.num_outputs
 

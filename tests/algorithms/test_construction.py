@@ -214,7 +214,7 @@ class TestAccepted:
 
     def test_functions_may_be_import_paths(self) -> None:
         module = construct(reward_func="tests.algorithms.support.uneven_reward", num_turns=2)
-        assert module.interface.reward([["a"], ["b"]], item={}, prompts=("", ""), turn=1) == uneven_reward(["a"], ["b"])
+        assert module.functions.reward([["a"], ["b"]], item={}, prompts=("", ""), turn=1) == uneven_reward(["a"], ["b"])
 
 
 class TestSchedules:

@@ -116,7 +116,7 @@ def test_an_evaluation_is_gathered_once_for_all_callbacks(
         gathered[len(values)] += 1
         return list(values)
 
-    monkeypatch.setattr("comlrl_lightning.algorithms.evaluating.gather_objects", gather)
+    monkeypatch.setattr("comlrl_lightning.algorithms.module.gather_objects", gather)
     module, data = make_module(MAGRPO), TaskDataModule(ITEMS, eval_dataset=ITEMS[:2], eval_batch_size=1)
     first, second = Asks(), Asks()
     trainer = make_trainer([first, second])

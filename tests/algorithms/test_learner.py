@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from comlrl_lightning.agents.batches import completion_batches, micro_batches
 from comlrl_lightning.agents.team import AgentTeam, TokenScores
 from comlrl_lightning.functional import Baseline, Normalization
-from comlrl_lightning.learning.minibatches import UpdateStats, completion_batches, micro_batches
+from comlrl_lightning.learning.minibatches import UpdateStats
 from comlrl_lightning.learning.policy import GroupRelativeLearner
 from comlrl_lightning.learning.settings import PolicySettings
 from comlrl_lightning.metrics import MetricTable, training_keys

@@ -139,13 +139,13 @@ class TestEpochs:
     def test_each_learning_epoch_is_one_pass_over_the_pairs(self, batch_size: int | None) -> None:
         module = direct(learning_epochs=2, train_batch_size=batch_size)
         taken: list[tuple[int, list[PreferencePair]]] = []
-        step: Any = module._optimizer_step
+        step: Any = module.optimizer_step_on
 
         def noted(learner: Any, rows: list[PreferencePair]) -> None:
             taken.append((module.current_epoch, rows))
             step(learner, rows)
 
-        module._optimizer_step = noted  # type: ignore[method-assign, assignment]
+        module.optimizer_step_on = noted  # type: ignore[method-assign, assignment]
         run(module)
         pairs = module.rounds.pairs
         orders = [[pair for epoch, rows in taken if epoch == wanted for pair in rows] for wanted in (1, 2)]

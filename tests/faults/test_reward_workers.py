@@ -102,5 +102,5 @@ def test_a_learned_reward_stays_with_its_weights() -> None:
     module = make_module(MARLHF, **PROCESSES)
     assert isinstance(module, MARLHF)
     module.configure_model()
-    assert module.interface.workers.num_workers == 2
-    assert module._learned_interface().workers.num_workers == 0
+    assert module.functions.workers.num_workers == 2
+    assert module._learned_functions().workers.num_workers == 0

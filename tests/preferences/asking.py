@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from comlrl_lightning.agents.decoding.native import GenerationRequest
+from comlrl_lightning.agents.engine import GenerationRequest
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.preferences.comparators import (

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from comlrl_lightning.agents.decoding.native import GenerationRequest
+from comlrl_lightning.agents.engine import GenerationRequest
 from comlrl_lightning.agents.settings import Sampling, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.environment.joint_format import TaggedSections

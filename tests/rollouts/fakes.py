@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from comlrl_lightning.agents.decoding.native import Finished, GenerationRequest
+from comlrl_lightning.agents.engine import Finished, GenerationRequest
 from comlrl_lightning.agents.settings import Sampling
+from comlrl_lightning.environment.functions import TaskFunctions
 from comlrl_lightning.environment.joint_format import JointFormat, TaggedSections
 from comlrl_lightning.environment.prompts import Formatters, RewardFunction, Transition
 from comlrl_lightning.environment.reward_workers import RewardWorkers
-from comlrl_lightning.rollouts.collect import Collector, RolloutShape, TaskInterface
+from comlrl_lightning.rollouts.collect import Collector, RolloutShape
 from comlrl_lightning.types import Completion, Prompt
 
 KEY = (7, 0, 3)
@@ -137,7 +138,7 @@ def make_collector(
     num_agents = team.num_agents
     if isinstance(team, CentralTeam):
         num_agents, joint_format = team.num_roles, joint_format or TaggedSections()
-    interface = TaskInterface(
+    interface = TaskFunctions(
         Formatters(formatters, num_agents),
         RewardFunction(reward or Recorder(), num_agents, processor, per_agent=per_agent),
         Transition(transition or World(), num_agents),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from comlrl_lightning.agents.decoding.native import Finished, GenerationRequest
+from comlrl_lightning.agents.engine import Finished, GenerationRequest
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.environment.reward_workers import RewardWorkers
 from comlrl_lightning.rollouts.collect import Collector

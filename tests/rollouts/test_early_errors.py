@@ -107,7 +107,7 @@ class TestErrors:
         with torch.no_grad():
             next(iter(team.agent_parameters(1).values())).fill_(float("nan"))
         base = make_collector(FakeTeam(2), lengths, workers=RewardWorkers(2))
-        collector = Collector(team, base.interface, base.shape, Sampling(max_new_tokens=20), (7,))
+        collector = Collector(team, base.functions, base.shape, Sampling(max_new_tokens=20), (7,))
         with pytest.raises(FloatingPointError, match="agent_1 gives logits"):
             collector.collect(items(2), range(2))
 

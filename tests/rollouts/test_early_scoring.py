@@ -104,10 +104,10 @@ class TestOverlap:
         real = ending_team()
         plain, early = (make_collector(FakeTeam(2), reward, workers=RewardWorkers(number)) for number in (0, 2))
         sampling = Sampling(max_new_tokens=120, stop=tuple("abcdefghij"))
-        found = Collector(Heard(FakeTeam(2)), early.interface, early.shape, sampling, (7,), progress)
+        found = Collector(Heard(FakeTeam(2)), early.functions, early.shape, sampling, (7,), progress)
         nodes = found.collect(items(8), range(8)).nodes
         assert trace.index("reward") < len(trace) - 1 - trace[::-1].index("token")
-        assert Collector(real, plain.interface, plain.shape, sampling, (7,)).collect(items(8), range(8)).nodes == nodes
+        assert Collector(real, plain.functions, plain.shape, sampling, (7,)).collect(items(8), range(8)).nodes == nodes
 
     def test_without_workers_nothing_is_told(self) -> None:
         def reward(first: list[str]) -> list[float]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comlrl_lightning.agents.decoding.native import GenerationProgress, Row, Sampled, left_pad
+from comlrl_lightning.agents.decoding.native import Row, left_pad
 from comlrl_lightning.agents.decoding.tokens import StopStrings
+from comlrl_lightning.agents.engine import GenerationProgress, Sampled
 from comlrl_lightning.agents.language_model import LanguageModel
 from comlrl_lightning.agents.log_probs import score
 from comlrl_lightning.agents.settings import Sampling

@@ -6,7 +6,7 @@ Of a prompt that begins as the agent's rows of the turn before do, only the rest
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,31 +15,13 @@ from torch.nn import functional as F
 from comlrl_lightning.agents.adapters import Grouping
 from comlrl_lightning.agents.decoding.prefixes import Leavers, Prefixes, is_plain
 from comlrl_lightning.agents.decoding.tokens import StopStrings, pick, uniforms
+from comlrl_lightning.agents.engine import GenerationProgress, Sampled
 from comlrl_lightning.agents.kv_cache import new_cache
 from comlrl_lightning.agents.language_model import LanguageModel
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.types import Completion, Prompt
 
-GenerationProgress = Callable[[int], None]
-"""Called with the number of completions that are still being sampled."""
-Finished = Callable[[int, tuple[Completion, ...]], None]
-"""Called with the number of a request and its K completions, which are over."""
 RowFinished = Callable[[int, "Sampled"], None]
 """Called with the position of a row and its completion, which is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """K completions of one prompt by one agent."""
-
-    agent: int
-    """Who answers."""
-    prompt: Prompt
-    """What it reads, as its formatter returned it."""
-    keys: tuple[tuple[int, ...], ...]
-    """`[K]` integers that seed each completion by itself."""
-    prefixes: Prefixes | None = field(default=None, compare=False, repr=False)
-    """What the former turn has left, and where this one leaves its own: the same for all requests of a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +32,6 @@ class Row:
     prompt_ids: tuple[int, ...]
     key: tuple[int, ...]
     prefixes: Prefixes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """One sampled completion: tokens, the end-of-sequence token included, and their log-probabilities."""
-
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
 
 
 def left_pad(
