@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 from comlrl_lightning._version import __version__
 
 if TYPE_CHECKING:
+    from comlrl_lightning.agents.engine import GenerationEngine as GenerationEngine
+    from comlrl_lightning.agents.engine import GenerationRequest as GenerationRequest
+    from comlrl_lightning.agents.engine import Sampled as Sampled
     from comlrl_lightning.agents.settings import LoraSettings as LoraSettings
     from comlrl_lightning.agents.settings import Sampling as Sampling
     from comlrl_lightning.agents.settings import Separate as Separate
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from comlrl_lightning.algorithms.critic_free import MAGRPO as MAGRPO
     from comlrl_lightning.algorithms.critic_free import MAREINFORCE as MAREINFORCE
     from comlrl_lightning.algorithms.critic_free import MARLOO as MARLOO
+    from comlrl_lightning.algorithms.critic_free import CriticFreeModule as CriticFreeModule
     from comlrl_lightning.algorithms.critic_free import MAReMax as MAReMax
     from comlrl_lightning.algorithms.madpo import MADPO as MADPO
     from comlrl_lightning.algorithms.marlhf import MARLHF as MARLHF
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
     from comlrl_lightning.data.datamodule import TaskDataModule as TaskDataModule
     from comlrl_lightning.environment.joint_format import TaggedSections as TaggedSections
     from comlrl_lightning.evaluation import evaluate as evaluate
+    from comlrl_lightning.functional.policy import PolicyLoss as PolicyLoss
+    from comlrl_lightning.learning.policy import PolicyBatch as PolicyBatch
     from comlrl_lightning.loggers import wandb_logger as wandb_logger
     from comlrl_lightning.preferences.comparators import APIComparator as APIComparator
     from comlrl_lightning.preferences.comparators import CurrentPolicy as CurrentPolicy
@@ -45,6 +51,10 @@ if TYPE_CHECKING:
     from comlrl_lightning.rewards import WeightedRewards as WeightedRewards
     from comlrl_lightning.strategies.agent_parallel import AgentParallel as AgentParallel
     from comlrl_lightning.strategies.sharded_parallel import ShardedParallel as ShardedParallel
+    from comlrl_lightning.tasks.task import Task as Task
+    from comlrl_lightning.types import Completion as Completion
+    from comlrl_lightning.types import Node as Node
+    from comlrl_lightning.types import Rollouts as Rollouts
 
 _HOMES = {
     "critics.settings": ("AdapterCritic", "ModelCritic", "ValueHead"),
@@ -55,8 +65,13 @@ _HOMES = {
     "algorithms.madpo": ("MADPO",),
     "algorithms.marlhf": ("MARLHF",),
     "algorithms.methods": ("ActorCritic", "CriticFree"),
-    "algorithms.critic_free": ("MAGRPO", "MAREINFORCE", "MARLOO", "MAReMax"),
+    "algorithms.critic_free": ("CriticFreeModule", "MAGRPO", "MAREINFORCE", "MARLOO", "MAReMax"),
     "strategies.sharded_parallel": ("ShardedParallel",),
+    "tasks.task": ("Task",),
+    "agents.engine": ("GenerationEngine", "GenerationRequest", "Sampled"),
+    "learning.policy": ("PolicyBatch",),
+    "functional.policy": ("PolicyLoss",),
+    "types": ("Completion", "Node", "Rollouts"),
     "environment.joint_format": ("TaggedSections",),
     "data.datamodule": ("TaskDataModule",),
     "evaluation": ("evaluate",),

@@ -27,6 +27,7 @@ from comlrl_lightning.algorithms.module import CooperativeModule
 from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic, ValueHead
 from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.environment.joint_format import TaggedSections as TaggedSections  # known by its name in YAML
+from comlrl_lightning.tasks.task import Task, load_task
 from comlrl_lightning.utilities.quiet import quiet_libraries
 
 # Settings that are one of several dataclasses keep their class_path, also inside of others.
@@ -75,6 +76,18 @@ class CooperativeCLI(LightningCLI):
         )
 
     @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--task",
+            type=str | None,
+            default=None,
+            help="Import path of a task set: brings items, formatters, reward, transition and metrics, "
+            "as far as they are not given themselves.",
+        )
+        parser.link_arguments("task", "model.init_args.task")
+        parser.link_arguments("task", "data.task")
+
+    @override
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "predict":
@@ -99,6 +112,20 @@ class CooperativeCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         with self._telling_mistakes():
             super().instantiate_classes()
+            if (path := self._get(self.config_init, "task")) is not None:
+                self._add_metrics(load_task(path))
+
+    def _add_metrics(self, task: Task) -> None:
+        """Add the callbacks for the metrics of a task, unless the configuration has its own."""
+        present: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if (
+            task.eval_logger
+            and task.eval_aggregator
+            and not any(isinstance(one, callbacks.EvalMetrics) for one in present)
+        ):
+            present.append(callbacks.EvalMetrics(task.eval_logger, task.eval_aggregator))
+        if task.metrics_callback is not None and not any(isinstance(one, callbacks.RolloutMetrics) for one in present):
+            present.append(callbacks.RolloutMetrics(task.metrics_callback))
 
     def predict(self, **kwargs: Any) -> None:
         """Sample joint completions for the evaluation split and write them to ``--output``."""

@@ -56,6 +56,7 @@ from comlrl_lightning.rollouts.recording import (
     record_nodes,
     record_unparsed,
 )
+from comlrl_lightning.tasks.task import FUNCTIONS, Task, load_task
 from comlrl_lightning.types import RolloutListener, Rollouts, merge_rollouts
 from comlrl_lightning.utilities.checks import check_choice, check_kind, check_positive, check_whole
 from comlrl_lightning.utilities.distributed import gather_objects, rank, world_size
@@ -89,12 +90,16 @@ class CooperativeModule(DataclassModule):
     agents: SharedBase | Separate = field(kw_only=False)
     """The language models: `SharedBase` (one frozen base, a LoRA adapter per agent) or `Separate` (own weights per
     agent). Weights load in `configure_model`."""
-    reward_func: Callable[..., Any] = field(kw_only=False)
+    reward_func: Callable[..., Any] | None = field(default=None, kw_only=False)
     """``reward_func(*completions, batch_items=[item])`` gets one list of J texts per agent and returns J finite
-    rewards. Keywords ``batch_items``, ``prompts`` and ``turn`` are passed if its signature has them."""
+    rewards. Keywords ``batch_items``, ``prompts`` and ``turn`` are passed if its signature has them. None: that of
+    `task`."""
     formatters: list[Callable[..., Any]] | Callable[..., Any] | None = field(default=None, kw_only=False)
     """None (prompts are ``item["prompt"]``), one function for all agents, or one per agent; each returns a text or chat
     messages."""
+    task: Task | str | None = None
+    """A task set, or its import path: brings `reward_func`, `formatters` and a transition, as far as they are not given
+    themselves."""
     reward_processor: Callable[[float], float] | None = None
     """Maps each reward, in training and in evaluation, for example ``RewardProcessors.scale(factor=10.0)``."""
     collaboration: Literal["decentralized", "centralized"] | JointFormat = "decentralized"
@@ -144,6 +149,7 @@ class CooperativeModule(DataclassModule):
     """T, the largest number of turns per task item."""
 
     def __post_init__(self) -> None:
+        self._take_functions_of_task()
         self.save_hyperparameters(to_plain(self.settings()))
         self.automatic_optimization = False
         self.strict_loading = False  # frozen weights are not in checkpoints; `on_load_checkpoint` checks the rest
@@ -163,6 +169,22 @@ class CooperativeModule(DataclassModule):
         self.evaluation_metrics = MetricTable(self.evaluation_metric_keys(), prefix="eval/")
         self.optimizer_steps = OptimizerSteps(self.training_metrics, self.max_grad_norm, self.on_nonfinite)
         self._set_up_state()
+
+    def _take_functions_of_task(self) -> None:
+        """Fill in what the task brings: settings, also those in checkpoints, then name each function by itself."""
+        if self.task is not None:
+            task = load_task(self.task)
+            for name in FUNCTIONS:
+                if name in self.settings() and getattr(self, name) is None:
+                    setattr(self, name, getattr(task, name))
+            num_agents = getattr(from_plain("agents", self.agents), "num_agents", None)
+            if task.num_agents not in (None, num_agents):
+                raise ValueError(
+                    f"The task is made for {task.num_agents} agents, and agents= has {num_agents}. Use as many."
+                )
+            self.task = None
+        if self.reward_func is None:
+            raise ValueError("There is no reward. Give reward_func=, or task= with one.")
 
     def _resolve_settings(self) -> None:
         """Turn the plain settings of a checkpoint into objects and functions; others stay as they are."""
@@ -218,6 +240,7 @@ class CooperativeModule(DataclassModule):
         Raises:
             ValueError: If a function does not fit.
         """
+        assert self.reward_func is not None
         return TaskFunctions.of_functions(
             self.num_agents,
             self.reward_func,

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningDataModule
 from typing_extensions import override
 
 from comlrl_lightning.data.splits import Indexed, Split, imported, is_description, load
+from comlrl_lightning.tasks.task import Task, load_task
 from comlrl_lightning.utilities.checks import is_whole
 
 
@@ -161,14 +162,15 @@ class TaskDataModule(LightningDataModule):
     arguments for `datasets.load_dataset`, or a function (or its import path) that returns one.
 
     Args:
-        train_dataset: Items to train on.
-        eval_dataset: Items to evaluate on, also for test and predict; None evaluates nothing.
+        train_dataset: Items to train on. None: those of `task`.
+        eval_dataset: Items to evaluate on, also for test and predict; None: those of `task`, else nothing is evaluated.
         batch_size: Task items per training step and rank.
         eval_batch_size: Task items per evaluation step and rank.
         eval_num_samples: How many items an evaluation takes from the start of the split; None takes all. It may be
             changed between evaluations.
         shuffle: Whether every epoch has its own order, made from `seed`; False keeps the order of the dataset.
         seed: Seed of the orders.
+        task: A task set, or its import path: brings the splits, as far as they are not given themselves.
 
     Raises:
         ValueError: If a number is not positive, or a split is not one.
@@ -176,13 +178,14 @@ class TaskDataModule(LightningDataModule):
 
     def __init__(
         self,
-        train_dataset: str | dict[str, Any] | Any,
+        train_dataset: str | dict[str, Any] | Any | None = None,
         eval_dataset: str | dict[str, Any] | Any | None = None,
         batch_size: int = 1,
         eval_batch_size: int = 1,
         eval_num_samples: int | None = None,
         shuffle: bool = False,
         seed: int = 0,
+        task: Task | str | None = None,
     ) -> None:
         super().__init__()
         _check_positive("batch_size", batch_size)
@@ -196,6 +199,12 @@ class TaskDataModule(LightningDataModule):
         self.eval_num_samples = eval_num_samples
         self.shuffle = shuffle
         self.seed = seed
+        if task is not None:
+            found = load_task(task)
+            train_dataset = found.train_items if train_dataset is None else train_dataset
+            eval_dataset = found.eval_items if eval_dataset is None else eval_dataset
+        if train_dataset is None:
+            raise ValueError("TaskDataModule has no items to train on. Give train_dataset=, or task= with train_items.")
         self._sources = {"train_dataset": imported(train_dataset, "train_dataset")}
         if eval_dataset is not None:
             self._sources["eval_dataset"] = imported(eval_dataset, "eval_dataset")
