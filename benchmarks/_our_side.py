@@ -39,9 +39,9 @@ from comlrl_lightning import (
     SharedBase,
     TaskDataModule,
 )
-from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.data.datamodule import TaskBatch
 from comlrl_lightning.rollouts.collect import Collector
-from comlrl_lightning.rollouts.types import Completion, Node, Rollouts
+from comlrl_lightning.types import Completion, Node, Rollouts
 
 WARM_UP_TOKENS = 4
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks._model import DEFAULT_MODEL, model_folder
 from benchmarks._report import table
 from comlrl_lightning import Sampling, SharedBase
-from comlrl_lightning.agents.generation import Row, generate
+from comlrl_lightning.agents.decoding.native import Row, generate
 from comlrl_lightning.agents.team import AgentTeam
 
 PROMPT = "Write a story about a fox and a bear in the winter woods."

@@ -20,17 +20,17 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from comlrl_lightning import callbacks
-from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, ValueHead
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.algorithms import ALGORITHMS
 from comlrl_lightning.algorithms.checks import check_precision_flag, check_trainer_flags
-from comlrl_lightning.algorithms.cooperative import CooperativeModule
 from comlrl_lightning.algorithms.methods import ActorCritic, CriticFree
+from comlrl_lightning.algorithms.module import CooperativeModule
 from comlrl_lightning.callbacks.run_path import run_folder
-from comlrl_lightning.collaboration import TaggedSections as TaggedSections  # known by its name in YAML
-from comlrl_lightning.data import TaskDataModule
-from comlrl_lightning.noise import quiet_libraries
+from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic, ValueHead
+from comlrl_lightning.data.datamodule import TaskDataModule
+from comlrl_lightning.environment.joint_format import TaggedSections as TaggedSections  # known by its name in YAML
 from comlrl_lightning.reports import say, sturdy_output
+from comlrl_lightning.utilities.quiet import quiet_libraries
 
 # Settings that are one of several dataclasses keep their class_path, also inside of others.
 CHOICES: list[type | str] = [SharedBase, Separate, ValueHead, AdapterCritic, ModelCritic, CriticFree, ActorCritic]

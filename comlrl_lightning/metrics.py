@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from comlrl_lightning.distributed import all_reduce_sum
+from comlrl_lightning.utilities.distributed import all_reduce_sum
 
 TURN_METRICS = ("reward_mean", "expected_return")
 """Under ``turn_k/``: mean processed reward, mean discounted return from this turn on."""

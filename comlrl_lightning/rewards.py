@@ -9,10 +9,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from comlrl_lightning.calls import Place, UserFunction, finite_floats
-from comlrl_lightning.checking import is_finite
 from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.reward_model import RewardModel
+from comlrl_lightning.utilities.calls import Place, UserFunction, finite_floats
+from comlrl_lightning.utilities.checks import is_finite
 
 __all__ = [
     "REWARD_KEYWORDS",

@@ -66,7 +66,7 @@ def config(tmp_path: Path, model: str) -> str:
                 "lr_scheduler": {"class_path": "LinearLR", "init_args": {"total_iters": 4}},
             },
         },
-        "data": {
+        "data.datamodule": {
             "train_dataset": f"{TASK}.open_train_items",
             "eval_dataset": f"{TASK}.open_eval_items",
             "shuffle": True,

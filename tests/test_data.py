@@ -11,8 +11,8 @@ import datasets
 import pytest
 import torch
 
-from comlrl_lightning.data import EpochPosition, Place, SizedTaskLoader, TaskDataModule, TaskLoader
-from comlrl_lightning.splits import Split
+from comlrl_lightning.data.datamodule import EpochPosition, Place, SizedTaskLoader, TaskDataModule, TaskLoader
+from comlrl_lightning.data.splits import Split
 
 Kind = Literal["table", "stream"]
 KINDS: tuple[Kind, ...] = ("table", "stream")

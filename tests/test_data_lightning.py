@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from comlrl_lightning.data import TaskBatch, TaskDataModule
+from comlrl_lightning.data.datamodule import TaskBatch, TaskDataModule
 from tests.test_data import KINDS, Kind, dataset, prompts, rows
 
 

@@ -19,7 +19,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from comlrl_lightning.interface import RewardFunction
+from comlrl_lightning.environment.prompts import RewardFunction
 from comlrl_lightning.reward_model import RewardModel
 from comlrl_lightning.rewards import Chain, Clip, RewardProcessor, RewardProcessors, Scale, Shift, WeightedRewards
 from tests.tiny_lm import tiny_tokenizer

@@ -22,7 +22,9 @@ def test_a_warning_of_this_package_is_an_error_wherever_it_points() -> None:
         warnings.warn("of the user's own doing", stacklevel=10)
 
 
-@pytest.mark.parametrize("module", ["comlrl_lightning.data", "comlrl_lightning.agents.team", "tests.test_data"])
+@pytest.mark.parametrize(
+    "module", ["comlrl_lightning.data.datamodule", "comlrl_lightning.agents.team", "tests.test_data"]
+)
 @pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning, ResourceWarning])
 def test_any_warning_from_our_own_lines_is_an_error(module: str, category: type[Warning]) -> None:
     with pytest.raises(category, match="some call"):

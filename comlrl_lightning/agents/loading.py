@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from comlrl_lightning.agents.adapter_folders import load_adapters
-from comlrl_lightning.agents.critic_settings import ModelCritic
 from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
 from comlrl_lightning.agents.layer_names import check_layer_names
 from comlrl_lightning.agents.prompts import PromptEncoder
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase, TeamSettings, is_name
 from comlrl_lightning.agents.whole_weights import check_report
 from comlrl_lightning.assets import STORY_MODEL, story_model_path
-from comlrl_lightning.noise import without_noise
+from comlrl_lightning.critics.settings import ModelCritic
+from comlrl_lightning.utilities.quiet import without_noise
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2 import TemplateError
 
-from comlrl_lightning.rollouts.types import Prompt
+from comlrl_lightning.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from comlrl_lightning.checking import check_number, check_whole
 from comlrl_lightning.keywords import KnownKeywords
+from comlrl_lightning.utilities.checks import check_number, check_whole
 
 Reference = Literal["auto", "base", "initial"]
 

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from comlrl_lightning.agents.adapter_folders import save_adapters
 from comlrl_lightning.agents.arrivals import Arrivals
-from comlrl_lightning.agents.generation import Finished, GenerationRequest, Row, RowFinished, Sampled, generate
+from comlrl_lightning.agents.decoding.hf_generate import generate_with_transformers
+from comlrl_lightning.agents.decoding.native import Finished, GenerationRequest, Row, RowFinished, Sampled, generate
+from comlrl_lightning.agents.decoding.tokens import StopStrings
 from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
-from comlrl_lightning.agents.sampling import StopStrings
-from comlrl_lightning.agents.scoring import score
+from comlrl_lightning.agents.log_probs import score
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
-from comlrl_lightning.agents.together import SharedProgress, run_together
-from comlrl_lightning.agents.transformers_backend import generate_with_transformers
-from comlrl_lightning.rollouts.types import Completion, Prompt
+from comlrl_lightning.agents.threads import SharedProgress, run_together
+from comlrl_lightning.types import Completion, Prompt
 
 T = TypeVar("T")
 

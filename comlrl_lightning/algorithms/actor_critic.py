@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, ValueHead
-from comlrl_lightning.algorithms.checks import check_choice
-from comlrl_lightning.algorithms.cooperative import CooperativeModule
-from comlrl_lightning.algorithms.hparams import from_plain, to_plain
 from comlrl_lightning.algorithms.methods import ActorCritic, ActorCriticName
+from comlrl_lightning.algorithms.module import CooperativeModule
+from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic, ValueHead
+from comlrl_lightning.utilities.checks import check_choice
+from comlrl_lightning.utilities.plain import from_plain, to_plain
 
 
 class ActorCriticModule(CooperativeModule):

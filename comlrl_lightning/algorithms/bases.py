@@ -9,7 +9,7 @@ from comlrl_lightning.agents.fingerprints import config_hash, is_same_sample, ma
 from comlrl_lightning.agents.settings import SharedBase, is_name
 
 if TYPE_CHECKING:
-    from comlrl_lightning.algorithms.cooperative import CooperativeModule
+    from comlrl_lightning.algorithms.module import CooperativeModule
 
 
 def bases_of(module: CooperativeModule) -> list[dict[str, Any]]:

@@ -16,13 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from comlrl_lightning.agents.adapters import REFERENCE
 from comlrl_lightning.agents.language_model import adapter_name
 from comlrl_lightning.algorithms.bases import bases_of, check_bases
-from comlrl_lightning.algorithms.hparams import is_remark, to_plain
 from comlrl_lightning.algorithms.position import align_loops, check_epoch, position_in
-from comlrl_lightning.distributed import gather_objects, rank, world_size
-from comlrl_lightning.rollouts.buffer import CreditedNode
+from comlrl_lightning.rollouts.credit import CreditedNode
+from comlrl_lightning.utilities.distributed import gather_objects, rank, world_size
+from comlrl_lightning.utilities.plain import is_remark, to_plain
 
 if TYPE_CHECKING:
-    from comlrl_lightning.algorithms.cooperative import CooperativeModule
+    from comlrl_lightning.algorithms.module import CooperativeModule
 
 KEY = "comlrl_lightning"
 """Where a checkpoint holds the state of the run."""

@@ -19,24 +19,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.algorithms.hparams import to_plain
-from comlrl_lightning.calls import short
-from comlrl_lightning.checking import check_at_least
-from comlrl_lightning.data import TaskBatch, TaskLoader
+from comlrl_lightning.data.datamodule import TaskBatch, TaskLoader
 from comlrl_lightning.rollouts.collect import RolloutShape
+from comlrl_lightning.utilities.calls import short
+from comlrl_lightning.utilities.checks import check_at_least
+from comlrl_lightning.utilities.plain import to_plain
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 """Makes an optimizer from parameter groups."""
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 """Makes a learning-rate schedule, stepped once per optimizer step."""
-
-
-def check_kind(*kinds: type, **values: Any) -> None:
-    """Refuse objects of other classes."""
-    for name, value in values.items():
-        if not isinstance(value, kinds):
-            wanted = " or ".join(f"{kind.__name__}(...)" for kind in kinds)
-            raise ValueError(f"{name}={value!r} is not a setting of that kind. Give {wanted}.")
 
 
 def refuse_settings(owner: str, names: Sequence[str], given: Mapping[str, Any], reason: str) -> None:
@@ -59,21 +51,6 @@ def check_checkpoints(callbacks: Iterable[Callback]) -> None:
                 " looks at it under automatic optimization only. Use BatchCheckpoint(every_n_batches=...) or"
                 " ModelCheckpoint(every_n_train_steps=...)."
             )
-
-
-def check_flag(**values: bool) -> None:
-    """Refuse anything but True and False."""
-    for name, value in values.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r} is neither True nor False. Use one of them.")
-
-
-def check_choice(choices: Sequence[Any], **values: Any) -> None:
-    """Refuse anything that is not one of the choices."""
-    for name, value in values.items():
-        if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
-            allowed = ", ".join(repr(choice) for choice in choices)
-            raise ValueError(f"{name}={value!r} is unknown. Use one of {allowed}.")
 
 
 def learning_rates(value: float | Sequence[float] | None, num_agents: int) -> list[float | None]:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from comlrl_lightning.agents.settings import Separate, SharedBase
-from comlrl_lightning.algorithms.checks import check_choice, check_flag
-from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain
-from comlrl_lightning.collaboration import JointFormat, joint_format_of
-from comlrl_lightning.interface import Formatters, RewardFunction, Transition
+from comlrl_lightning.environment.joint_format import JointFormat, joint_format_of
+from comlrl_lightning.environment.prompts import Formatters, RewardFunction, Transition
+from comlrl_lightning.environment.reward_workers import RewardWorkers
 from comlrl_lightning.rollouts.collect import TaskInterface
-from comlrl_lightning.rollouts.scoring import RewardWorkers
+from comlrl_lightning.utilities.checks import check_choice, check_flag
+from comlrl_lightning.utilities.plain import callable_from_plain, from_plain
 
 FUNCTION_ARGUMENTS = ("formatters", "reward_func", "reward_processor", "external_transition")
 """Arguments that are functions, which a checkpoint holds as import paths."""

@@ -9,7 +9,12 @@ from typing_extensions import override
 
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.algorithms.checks import check_batch
-from comlrl_lightning.algorithms.recording import (
+from comlrl_lightning.algorithms.updating import BufferedUpdates
+from comlrl_lightning.data.datamodule import TaskBatch
+from comlrl_lightning.metrics import MetricTable
+from comlrl_lightning.rollouts.collect import Collector, RolloutShape, Sampler, TaskInterface
+from comlrl_lightning.rollouts.credit import assign_credit
+from comlrl_lightning.rollouts.recording import (
     prediction,
     record_final_rewards,
     record_late,
@@ -17,14 +22,9 @@ from comlrl_lightning.algorithms.recording import (
     record_nodes,
     record_unparsed,
 )
-from comlrl_lightning.algorithms.sharded import follow_strategy
-from comlrl_lightning.algorithms.updating import BufferedUpdates
-from comlrl_lightning.data import TaskBatch
-from comlrl_lightning.distributed import gather_objects, meet
-from comlrl_lightning.metrics import MetricTable
-from comlrl_lightning.rollouts.buffer import assign_credit
-from comlrl_lightning.rollouts.collect import Collector, RolloutShape, Sampler, TaskInterface
-from comlrl_lightning.rollouts.types import RolloutListener, Rollouts, merge_rollouts
+from comlrl_lightning.strategies.sharded_parallel import follow_strategy
+from comlrl_lightning.types import RolloutListener, Rollouts, merge_rollouts
+from comlrl_lightning.utilities.distributed import gather_objects, meet
 
 TRAIN, EVALUATE, PREDICT, COMPARE = range(4)
 """Stages that keep the random streams of completions apart."""

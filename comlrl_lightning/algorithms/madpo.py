@@ -9,10 +9,10 @@ from typing_extensions import override
 
 from comlrl_lightning.algorithms.checks import refuse_settings
 from comlrl_lightning.algorithms.preference import PreferenceModule
-from comlrl_lightning.algorithms.preference_learner import PreferenceLearner, PreferenceSettings
-from comlrl_lightning.algorithms.rounds import Phase
-from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.data.datamodule import TaskBatch
+from comlrl_lightning.learning.preferences import PreferenceLearner, PreferenceSettings
 from comlrl_lightning.metrics import preference_keys
+from comlrl_lightning.preferences.rounds import Phase
 
 POLICY_GRADIENT = (
     "num_generations",

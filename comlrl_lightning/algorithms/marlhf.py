@@ -11,10 +11,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.nn import Parameter
 from typing_extensions import override
 
-from comlrl_lightning.agents.reward_settings import JointRewardModel
-from comlrl_lightning.algorithms.checks import check_choice, check_kind
-from comlrl_lightning.algorithms.cooperative import CooperativeModule
-from comlrl_lightning.algorithms.hparams import from_plain, to_plain
 from comlrl_lightning.algorithms.methods import (
     ActorCritic,
     ActorCriticName,
@@ -22,18 +18,22 @@ from comlrl_lightning.algorithms.methods import (
     CriticFreeName,
     Method,
 )
+from comlrl_lightning.algorithms.module import CooperativeModule
 from comlrl_lightning.algorithms.preference import PreferenceModule
-from comlrl_lightning.algorithms.recording import record_learned_rewards
-from comlrl_lightning.algorithms.reward_learner import LearnedReward, Moments, RewardLearner, build_reward_model
-from comlrl_lightning.algorithms.rounds import Phase, Schedule
-from comlrl_lightning.data import TaskBatch
-from comlrl_lightning.distributed import sum_over_ranks
+from comlrl_lightning.critics.reward_settings import JointRewardModel
+from comlrl_lightning.data.datamodule import TaskBatch
+from comlrl_lightning.environment.reward_workers import RewardWorkers
 from comlrl_lightning.keywords import keywords_of
+from comlrl_lightning.learning.reward_model import LearnedReward, Moments, RewardLearner, build_reward_model
 from comlrl_lightning.metrics import preference_keys
-from comlrl_lightning.rollouts.buffer import CreditedNode
+from comlrl_lightning.preferences.rounds import Phase, Schedule
 from comlrl_lightning.rollouts.collect import TaskInterface
-from comlrl_lightning.rollouts.scoring import RewardWorkers
-from comlrl_lightning.rollouts.types import Rollouts
+from comlrl_lightning.rollouts.credit import CreditedNode
+from comlrl_lightning.rollouts.recording import record_learned_rewards
+from comlrl_lightning.types import Rollouts
+from comlrl_lightning.utilities.checks import check_choice, check_kind
+from comlrl_lightning.utilities.distributed import sum_over_ranks
+from comlrl_lightning.utilities.plain import from_plain, to_plain
 
 PolicyName = CriticFreeName | ActorCriticName
 """The algorithms that learn from rewards."""

@@ -8,18 +8,19 @@ from typing import Literal
 
 from typing_extensions import override
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, ValueHead, check_critic
-from comlrl_lightning.agents.heads import CriticTeam
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.algorithms.checks import check_choice, check_nodes, check_sampling
-from comlrl_lightning.algorithms.critic_learner import ActorCriticLearner
-from comlrl_lightning.algorithms.learners import GroupRelativeLearner, Learner
-from comlrl_lightning.algorithms.settings import PolicySettings, ValueSettings
+from comlrl_lightning.algorithms.checks import check_nodes, check_sampling
+from comlrl_lightning.critics.critics import CriticTeam
+from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic, ValueHead, check_critic
 from comlrl_lightning.functional import Baseline
 from comlrl_lightning.keywords import KnownKeywords
+from comlrl_lightning.learning.actor_critic import ActorCriticLearner
+from comlrl_lightning.learning.policy import GroupRelativeLearner, Learner
+from comlrl_lightning.learning.settings import PolicySettings, ValueSettings
 from comlrl_lightning.metrics import MetricTable
 from comlrl_lightning.rollouts.collect import RolloutShape
+from comlrl_lightning.utilities.checks import check_choice
 
 CriticFreeName = Literal["MAREINFORCE", "MAGRPO", "MARLOO", "MAReMax"]
 ActorCriticName = Literal["IAC", "MAAC"]

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from comlrl_lightning.data import ITEMS_PER_STEP
+from comlrl_lightning.data.datamodule import ITEMS_PER_STEP
 
 State = Mapping[str, Any]
 """What the loader of the training data puts into a checkpoint."""

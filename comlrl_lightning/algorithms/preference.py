@@ -13,15 +13,10 @@ from typing_extensions import override
 
 from comlrl_lightning.algorithms.checkpoint import KEY
 from comlrl_lightning.algorithms.checks import refuse_settings
-from comlrl_lightning.algorithms.cooperative import CooperativeModule
 from comlrl_lightning.algorithms.evaluating import COMPARE, TRAIN
-from comlrl_lightning.algorithms.hparams import from_plain, to_plain
-from comlrl_lightning.algorithms.recording import record_candidates
-from comlrl_lightning.algorithms.rounds import Phase, RoundProgress, Schedule, share
+from comlrl_lightning.algorithms.module import CooperativeModule
 from comlrl_lightning.algorithms.updating import S, StepLearner
-from comlrl_lightning.checking import check_whole
-from comlrl_lightning.data import TaskBatch
-from comlrl_lightning.distributed import rank, sum_over_ranks, world_size
+from comlrl_lightning.data.datamodule import TaskBatch
 from comlrl_lightning.metrics import preference_key
 from comlrl_lightning.preferences.comparators import Comparator
 from comlrl_lightning.preferences.pairs import (
@@ -34,8 +29,13 @@ from comlrl_lightning.preferences.pairs import (
     shuffled,
 )
 from comlrl_lightning.preferences.replay import CurrentRound, Replay
+from comlrl_lightning.preferences.rounds import Phase, RoundProgress, Schedule, share
 from comlrl_lightning.rollouts.collect import RolloutShape, TaskInterface
-from comlrl_lightning.rollouts.types import Rollouts
+from comlrl_lightning.rollouts.recording import record_candidates
+from comlrl_lightning.types import Rollouts
+from comlrl_lightning.utilities.checks import check_whole
+from comlrl_lightning.utilities.distributed import rank, sum_over_ranks, world_size
+from comlrl_lightning.utilities.plain import from_plain, to_plain
 
 ONE_TURN = (
     "external_transition",

@@ -19,22 +19,22 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR
 from typing_extensions import override
 
-from comlrl_lightning.agents.sharding import Lockstep
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.algorithms.checks import OptimizerFactory, SchedulerFactory
-from comlrl_lightning.algorithms.hparams import refuse
-from comlrl_lightning.algorithms.learners import Learner
-from comlrl_lightning.algorithms.optimization import (
+from comlrl_lightning.learning.gradients import (
     IdleSteps,
     average_gradients,
     clip_gradients,
     nonfinite_on_any_rank,
 )
-from comlrl_lightning.algorithms.settings import PolicySettings, UpdateSettings
-from comlrl_lightning.distributed import max_over_ranks, sum_over_ranks, world_size
+from comlrl_lightning.learning.policy import Learner
+from comlrl_lightning.learning.settings import PolicySettings, UpdateSettings
 from comlrl_lightning.metrics import MetricTable, group_key
 from comlrl_lightning.preferences.pairs import shuffled
-from comlrl_lightning.rollouts.buffer import CreditedNode
+from comlrl_lightning.rollouts.credit import CreditedNode
+from comlrl_lightning.strategies.sharding import Lockstep
+from comlrl_lightning.utilities.distributed import max_over_ranks, sum_over_ranks, world_size
+from comlrl_lightning.utilities.plain import refuse
 
 R = TypeVar("R", contravariant=True)
 S = TypeVar("S", bound="StepStats")

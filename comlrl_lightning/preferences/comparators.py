@@ -17,18 +17,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from comlrl_lightning.agents.generation import Finished, GenerationProgress, GenerationRequest
+from comlrl_lightning.agents.decoding.native import Finished, GenerationProgress, GenerationRequest
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.agents.weights import borrowed_weights, weights_of
-from comlrl_lightning.checking import check_whole
-from comlrl_lightning.collaboration import Collaboration
+from comlrl_lightning.environment.joint_format import Collaboration
 from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.preferences.api import Answer, HTTPChat, Messages, complete_all, messages_of, wait_unless
-from comlrl_lightning.preferences.foreign import ForeignSampler, SectionCounts, generation_format, same_tokens
+from comlrl_lightning.preferences.external import ForeignSampler, SectionCounts, generation_format, same_tokens
 from comlrl_lightning.preferences.providers import PROVIDERS
+from comlrl_lightning.preferences.snapshots import borrowed_weights, weights_of
 from comlrl_lightning.rollouts.collect import Sampler
-from comlrl_lightning.rollouts.types import Completion
+from comlrl_lightning.types import Completion
+from comlrl_lightning.utilities.checks import check_whole
 
 TAG_TOKENS = 16
 """What the tags of one agent's section may take of a joint completion, beside its answer."""

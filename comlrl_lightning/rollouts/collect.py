@@ -10,18 +10,18 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from comlrl_lightning.agents.arrivals import Arrivals
-from comlrl_lightning.agents.generation import Finished, GenerationRequest
-from comlrl_lightning.agents.prefixes import Prefixes
+from comlrl_lightning.agents.decoding.native import Finished, GenerationRequest
+from comlrl_lightning.agents.decoding.prefixes import Prefixes
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.calls import Place
-from comlrl_lightning.checking import check_whole
-from comlrl_lightning.collaboration import JointFormat, merged_prompt, split_or_empty
-from comlrl_lightning.interface import Formatters, RewardFunction, Transition
-from comlrl_lightning.reward_function import RewardCall
-from comlrl_lightning.rollouts.modes import user_code
-from comlrl_lightning.rollouts.scoring import RewardWorkers, Scores, Scoring
-from comlrl_lightning.rollouts.types import Completion, Node, Prompt, Rollouts, joint_indices, texts
+from comlrl_lightning.environment.joint_format import JointFormat, merged_prompt, split_or_empty
+from comlrl_lightning.environment.prompts import Formatters, RewardFunction, Transition
+from comlrl_lightning.environment.reward import RewardCall
+from comlrl_lightning.environment.reward_workers import RewardWorkers, Scores, Scoring
+from comlrl_lightning.environment.torch_modes import user_code
 from comlrl_lightning.rollouts.unscored import is_known, without_unscored
+from comlrl_lightning.types import Completion, Node, Prompt, Rollouts, joint_indices, texts
+from comlrl_lightning.utilities.calls import Place
+from comlrl_lightning.utilities.checks import check_whole
 
 TurnProgress = Callable[[int, int], None]
 """Called with the turn and the number of completions that are still being sampled."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from comlrl_lightning.agents.generation import GenerationRequest
+from comlrl_lightning.agents.decoding.native import GenerationRequest
 from comlrl_lightning.agents.language_model import LanguageModel
 from comlrl_lightning.agents.settings import SharedBase
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.rollouts.types import Completion
+from comlrl_lightning.types import Completion
 from tests.tiny_lm import tiny_gemma, tiny_gpt2, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_tokenizer
 
 ARCHITECTURES: list[Callable[[], PreTrainedModel]] = [tiny_llama, tiny_qwen2, tiny_qwen3, tiny_gpt2, tiny_gemma]

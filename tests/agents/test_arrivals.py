@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from comlrl_lightning.agents.arrivals import Arrivals
-from comlrl_lightning.agents.generation import GenerationRequest
+from comlrl_lightning.agents.decoding.native import GenerationRequest
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.rollouts.types import Completion
+from comlrl_lightning.types import Completion
 from tests.agents.helpers import requests, shared_team
 from tests.agents.test_generation import GREEDY, PROMPTS, ending_team
 from tests.algorithms.support import tiny_agents

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 from tokenizers import processors
 
-from comlrl_lightning.agents.critic_inputs import CriticReader, even_shares
-from comlrl_lightning.agents.critic_settings import AdapterCritic, CriticSettings, ModelCritic
-from comlrl_lightning.agents.heads import CriticTeam, CriticType
-from comlrl_lightning.rollouts.types import Completion, Prompt
+from comlrl_lightning.critics.critics import CriticTeam, CriticType
+from comlrl_lightning.critics.inputs import CriticReader, even_shares
+from comlrl_lightning.critics.settings import AdapterCritic, CriticSettings, ModelCritic
+from comlrl_lightning.types import Completion, Prompt
 from tests.agents.critics import samples
 from tests.agents.helpers import shared_team
 from tests.tiny_lm import BOS, EOS, tiny_gpt2, tiny_tokenizer

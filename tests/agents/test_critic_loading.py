@@ -11,10 +11,10 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, ValueHead
-from comlrl_lightning.agents.heads import CriticTeam
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
+from comlrl_lightning.critics.critics import CriticTeam
+from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic, ValueHead
 from tests.agents.critics import critics_of, talk
 from tests.agents.helpers import stir
 from tests.tiny_lm import save_tiny, tiny_gpt2, tiny_llama, tiny_tokenizer

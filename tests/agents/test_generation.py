@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import FalconConfig, FalconForCausalLM, GenerationConfig, PreTrainedModel
 
-from comlrl_lightning.agents.generation import GenerationRequest
+from comlrl_lightning.agents.decoding.native import GenerationRequest
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, Separate
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.rollouts.types import Completion
+from comlrl_lightning.types import Completion
 from tests.agents.helpers import ARCHITECTURES, counting, flat, model_of, requests, shared_team, stir, trained
 from tests.tiny_lm import tiny_gemma, tiny_gpt2, tiny_llama, tiny_qwen2, tiny_tokenizer
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, CriticSettings, ModelCritic, ValueHead
-from comlrl_lightning.agents.heads import CriticTeam, CriticType
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.rollouts.types import Prompt
+from comlrl_lightning.critics.critics import CriticTeam, CriticType
+from comlrl_lightning.critics.settings import AdapterCritic, CriticSettings, ModelCritic, ValueHead
+from comlrl_lightning.types import Prompt
 from tests.agents.critics import (
     OWN,
     critics_of,

@@ -29,8 +29,8 @@ from transformers import (
     RecurrentGemmaForCausalLM,
 )
 
-from comlrl_lightning.agents.cache import new_cache, sees_everything
-from comlrl_lightning.agents.prefixes import is_plain
+from comlrl_lightning.agents.decoding.prefixes import is_plain
+from comlrl_lightning.agents.kv_cache import new_cache, sees_everything
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
 from tests.agents.helpers import model_of, row_log_probs, shared_team, trained, written

@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM, PreTrainedModel
 
-from comlrl_lightning.agents import generation
-from comlrl_lightning.agents.cache import new_cache
-from comlrl_lightning.agents.generation import Row, Sampled, generate
-from comlrl_lightning.agents.prefixes import Prefixes, _pays, is_plain
+from comlrl_lightning.agents.decoding import native as generation
+from comlrl_lightning.agents.decoding.native import Row, Sampled, generate
+from comlrl_lightning.agents.decoding.prefixes import Prefixes, _pays, is_plain
+from comlrl_lightning.agents.kv_cache import new_cache
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, Separate
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.interface import Formatters, RewardFunction, Transition
+from comlrl_lightning.environment.prompts import Formatters, RewardFunction, Transition
 from comlrl_lightning.rollouts.collect import Collector, RolloutShape, TaskInterface
-from comlrl_lightning.rollouts.types import Completion, Rollouts
+from comlrl_lightning.types import Completion, Rollouts
 from tests.agents.helpers import counting, model_of, requests, shared_team
 from tests.tiny_lm import tiny_gemma, tiny_gpt2, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_tokenizer
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from comlrl_lightning.agents import scoring
+from comlrl_lightning.agents import log_probs as scoring
 from comlrl_lightning.agents.settings import LoraSettings, Separate
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.rollouts.types import Completion
+from comlrl_lightning.types import Completion
 from tests.agents.helpers import (
     ARCHITECTURES,
     completion,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from comlrl_lightning.agents.settings import Sampling, Separate
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.agents.weights import borrowed_weights, weights_of
-from comlrl_lightning.rollouts.types import Completion
+from comlrl_lightning.preferences.snapshots import borrowed_weights, weights_of
+from comlrl_lightning.types import Completion
 from tests.agents.helpers import flat, requests, shared_team, stir, trained
 from tests.tiny_lm import tiny_gpt2, tiny_llama, tiny_tokenizer
 

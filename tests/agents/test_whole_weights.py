@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, CriticSettings, ModelCritic
-from comlrl_lightning.agents.heads import HEAD_FILE, CriticTeam
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
+from comlrl_lightning.critics.critics import HEAD_FILE, CriticTeam
+from comlrl_lightning.critics.settings import AdapterCritic, CriticSettings, ModelCritic
 from tests.agents.helpers import model_of, stir
 from tests.agents.test_loading import own_logits
 from tests.tiny_lm import save_tiny, tiny_gpt2, tiny_llama, tiny_qwen2, tiny_tokenizer

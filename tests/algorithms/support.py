@@ -14,8 +14,8 @@ from torch import Tensor
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, Separate, SharedBase
 from comlrl_lightning.agents.team import TokenScores
 from comlrl_lightning.algorithms import CooperativeModule
-from comlrl_lightning.data import TaskDataModule
-from comlrl_lightning.rollouts.types import Completion, Rollouts
+from comlrl_lightning.data.datamodule import TaskDataModule
+from comlrl_lightning.types import Completion, Rollouts
 from tests.tiny_lm import tiny_gpt2, tiny_llama, tiny_qwen2, tiny_tokenizer
 
 Kind = Literal["shared", "separate", "full"]

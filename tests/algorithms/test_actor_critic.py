@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, ValueHead
 from comlrl_lightning.agents.settings import SharedBase
 from comlrl_lightning.algorithms import IAC, MAAC, ActorCriticModule, CooperativeModule
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic, ValueHead
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.rewards import WeightedRewards
 from tests.algorithms.support import (
     ITEMS,

@@ -24,7 +24,7 @@ from comlrl_lightning.algorithms import (
     MAReMax,
 )
 from comlrl_lightning.algorithms.checks import learning_rates
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from tests.algorithms.support import ITEMS, fit, make_module, make_trainer, uneven_reward, weights
 
 UNLOADED = SharedBase("not/loaded", num_agents=2)

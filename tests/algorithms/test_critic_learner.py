@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from comlrl_lightning.agents.heads import CriticTeam
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.algorithms.critic_learner import ActorCriticLearner, siblings, trajectories
-from comlrl_lightning.algorithms.rows import UpdateStats
-from comlrl_lightning.algorithms.settings import PolicySettings, ValueSettings
+from comlrl_lightning.critics.critics import CriticTeam
+from comlrl_lightning.learning.actor_critic import ActorCriticLearner, siblings, trajectories
+from comlrl_lightning.learning.minibatches import UpdateStats
+from comlrl_lightning.learning.settings import PolicySettings, ValueSettings
 from comlrl_lightning.metrics import MetricTable, training_keys
-from comlrl_lightning.rollouts.buffer import CreditedNode, Critique
-from comlrl_lightning.rollouts.types import Completion, Node, Rollouts
+from comlrl_lightning.rollouts.credit import CreditedNode, Critique
+from comlrl_lightning.types import Completion, Node, Rollouts
 from tests.algorithms.test_learner import PaperTeam, completion, minus_one
 
 Values = Callable[[tuple[str, ...]], Sequence[float] | Tensor]

@@ -13,10 +13,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.algorithms import MAGRPO, POLICY_GRADIENT_ALGORITHMS, CooperativeModule
 from comlrl_lightning.callbacks import EvalInterval
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.evaluation import evaluate
 from comlrl_lightning.rewards import RewardProcessors
-from comlrl_lightning.rollouts.types import Rollouts
+from comlrl_lightning.types import Rollouts
 from tests.algorithms.support import ITEMS, Collected, make_module, make_trainer, uneven_reward, weights
 
 

@@ -20,8 +20,8 @@ import torch
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, Separate, SharedBase
 from comlrl_lightning.algorithms import MAGRPO
 from comlrl_lightning.algorithms.checkpoint import check_settings
-from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain, is_remark, to_plain
 from comlrl_lightning.rewards import RewardProcessors
+from comlrl_lightning.utilities.plain import callable_from_plain, from_plain, is_remark, to_plain
 from tests.algorithms.support import echo, fit, tiny_agents, uneven_reward
 from tests.tiny_lm import tiny_llama, tiny_tokenizer
 

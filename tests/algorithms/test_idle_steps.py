@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from comlrl_lightning.algorithms import MAGRPO, MARLHF, CooperativeModule, PreferenceModule
-from comlrl_lightning.algorithms.optimization import IdleSteps
+from comlrl_lightning.learning.gradients import IdleSteps
 from tests.algorithms.preferences import MAKERS, begun, same, trained
 from tests.algorithms.support import fit, make_module, tiny_agents, uneven_reward
 

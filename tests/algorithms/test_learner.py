@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from comlrl_lightning.agents.team import AgentTeam, TokenScores
-from comlrl_lightning.algorithms.learners import GroupRelativeLearner
-from comlrl_lightning.algorithms.rows import UpdateStats, completion_batches, micro_batches
-from comlrl_lightning.algorithms.settings import PolicySettings
 from comlrl_lightning.functional import Baseline, Normalization
+from comlrl_lightning.learning.minibatches import UpdateStats, completion_batches, micro_batches
+from comlrl_lightning.learning.policy import GroupRelativeLearner
+from comlrl_lightning.learning.settings import PolicySettings
 from comlrl_lightning.metrics import MetricTable, training_keys
-from comlrl_lightning.rollouts.buffer import CreditedNode, assign_credit
-from comlrl_lightning.rollouts.types import Completion, Node, Rollouts
+from comlrl_lightning.rollouts.credit import CreditedNode, assign_credit
+from comlrl_lightning.types import Completion, Node, Rollouts
 
 ScoreFunction = Callable[[str], Tensor]
 

@@ -9,10 +9,10 @@ from typing import Any, cast, get_args
 
 import pytest
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, ValueHead
 from comlrl_lightning.agents.settings import LoraSettings, Sampling
 from comlrl_lightning.algorithms import IAC, MAAC, MAGRPO, MAREINFORCE, MARLOO, CooperativeModule, MAReMax
 from comlrl_lightning.algorithms.actor_critic import ActorCriticModule
+from comlrl_lightning.algorithms.critic_free import GroupRelativeModule
 from comlrl_lightning.algorithms.marlhf import policy_method
 from comlrl_lightning.algorithms.methods import (
     BASELINES,
@@ -21,7 +21,7 @@ from comlrl_lightning.algorithms.methods import (
     CriticFree,
     CriticFreeName,
 )
-from comlrl_lightning.algorithms.reinforce import GroupRelativeModule
+from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic, ValueHead
 from comlrl_lightning.rollouts.collect import RolloutShape
 
 CRITIC_FREE: dict[CriticFreeName, type[CooperativeModule]] = {

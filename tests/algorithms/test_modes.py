@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from comlrl_lightning.agents.settings import SharedBase
 from comlrl_lightning.algorithms import MAGRPO, CooperativeModule
-from comlrl_lightning.interface import RewardFunction
+from comlrl_lightning.environment.prompts import RewardFunction
 from tests.algorithms.support import ITEMS, LORA, echo, fit, make_module, tiny_agents, uneven_reward, weights
 from tests.tiny_lm import tiny_gpt2, tiny_tokenizer
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from comlrl_lightning import evaluate
 from comlrl_lightning.algorithms import MAGRPO, CooperativeModule
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from tests.algorithms.preferences import direct
 from tests.algorithms.support import ITEMS, make_module, make_trainer
 

@@ -11,8 +11,6 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic
-from comlrl_lightning.agents.reward_settings import JointRewardModel
 from comlrl_lightning.agents.settings import SharedBase
 from comlrl_lightning.algorithms import (
     MADPO,
@@ -23,11 +21,13 @@ from comlrl_lightning.algorithms import (
     preference_learner,
     reward_learner,
 )
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.critics.reward_settings import JointRewardModel
+from comlrl_lightning.critics.settings import AdapterCritic
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.preferences.comparators import HistoryPolicy
 from comlrl_lightning.preferences.pairs import PreferencePair
 from comlrl_lightning.preferences.replay import AllHistory
-from comlrl_lightning.rollouts.types import Prompt
+from comlrl_lightning.types import Prompt
 from tests.algorithms.preferences import DEFAULTS, MAKERS, AtEnds, Rows, begun, direct, indirect, run, same, trained
 from tests.algorithms.support import ITEMS, LORA, fit, make_trainer, tiny_agents, uneven_reward
 from tests.tiny_lm import save_tiny, tiny_llama, tiny_tokenizer

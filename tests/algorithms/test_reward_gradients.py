@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic
-from comlrl_lightning.agents.reward_settings import JointRewardModel
 from comlrl_lightning.agents.settings import LoraSettings, Separate
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.algorithms.reward_learner import LearnedReward, Moments, RewardLearner, build_reward_model
-from comlrl_lightning.collaboration import TaggedSections
+from comlrl_lightning.critics.reward_settings import JointRewardModel
+from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic
+from comlrl_lightning.environment.joint_format import TaggedSections
+from comlrl_lightning.learning.reward_model import LearnedReward, Moments, RewardLearner, build_reward_model
 from comlrl_lightning.metrics import MetricTable
 from comlrl_lightning.preferences.pairs import PreferencePair
-from comlrl_lightning.rollouts.types import Completion, Prompt
+from comlrl_lightning.types import Completion, Prompt
 from tests.agents.critics import head_of, said, state_at
 from tests.agents.helpers import counting, model_of, shared_team, written
 from tests.algorithms.test_reward_learner import KEYS

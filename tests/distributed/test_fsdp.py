@@ -17,16 +17,16 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from comlrl_lightning import ShardedParallel
-from comlrl_lightning.agents.critic_settings import ModelCritic, ValueHead
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, SharedBase
-from comlrl_lightning.agents.sharding import shard_frozen
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.algorithms import IAC, MAAC, MADPO, MAGRPO, MARLHF, CooperativeModule
 from comlrl_lightning.callbacks import BatchCheckpoint
-from comlrl_lightning.data import TaskDataModule
-from comlrl_lightning.distributed import meet_by, sum_over_ranks
+from comlrl_lightning.critics.settings import ModelCritic, ValueHead
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.evaluation import evaluate
 from comlrl_lightning.preferences.comparators import FixedModel, HistoryPolicy
+from comlrl_lightning.strategies.sharding import shard_frozen
+from comlrl_lightning.utilities.distributed import meet_by, sum_over_ranks
 from tests.algorithms.support import LORA, make_module, make_trainer, tiny_agents, tiny_model
 from tests.distributed.launch import run_ranks
 from tests.distributed.support import Fit, Run, all_tokens, assert_in_step, fit_on_rank, tasks

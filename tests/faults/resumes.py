@@ -17,10 +17,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, Timer
 
 from comlrl_lightning import MAAC, MADPO, MAGRPO, MARLHF, Sampling, SharedBase, TaskDataModule
-from comlrl_lightning.agents.reward_settings import JointRewardModel
 from comlrl_lightning.algorithms import CooperativeModule
 from comlrl_lightning.callbacks import BatchCheckpoint, EvalInterval
-from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.critics.reward_settings import JointRewardModel
+from comlrl_lightning.data.datamodule import TaskBatch
 from tests.algorithms.support import ENDS, LORA, make_trainer, uneven_reward
 from tests.tiny_lm import tiny_llama, tiny_tokenizer
 

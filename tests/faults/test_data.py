@@ -11,7 +11,7 @@ from torch import nn
 
 from comlrl_lightning.agents.settings import Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.evaluation import evaluate
 from tests.faults.registry import Refused, faults
 from tests.faults.runs import new_module

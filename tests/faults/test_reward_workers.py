@@ -12,9 +12,9 @@ import torch
 
 from comlrl_lightning.algorithms import CooperativeModule
 from comlrl_lightning.algorithms.actor_critic import IAC
+from comlrl_lightning.algorithms.critic_free import MAGRPO
 from comlrl_lightning.algorithms.marlhf import MARLHF
-from comlrl_lightning.algorithms.reinforce import MAGRPO
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.rewards import WeightedRewards
 from tests.algorithms.support import fit, make_module, make_trainer, uneven_reward, weights
 from tests.rollouts.scoring import limit_only

@@ -14,8 +14,7 @@ from jsonargparse import ArgumentParser
 
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.algorithms.hparams import from_plain, to_plain
-from comlrl_lightning.collaboration import TaggedSections
+from comlrl_lightning.environment.joint_format import TaggedSections
 from comlrl_lightning.preferences.comparators import (
     APIComparator,
     Comparator,
@@ -24,8 +23,9 @@ from comlrl_lightning.preferences.comparators import (
     FrozenCopy,
     HistoryPolicy,
 )
-from comlrl_lightning.preferences.foreign import SectionCounts
-from comlrl_lightning.rollouts.types import Completion
+from comlrl_lightning.preferences.external import SectionCounts
+from comlrl_lightning.types import Completion
+from comlrl_lightning.utilities.plain import from_plain, to_plain
 from tests.agents.helpers import flat, shared_team, stir
 from tests.preferences.asking import EOS, KEY, SAMPLING, api, asked, ids_of, said
 from tests.tiny_lm import tiny_qwen2, tiny_tokenizer
@@ -232,7 +232,7 @@ def test_comparators_are_nameable_from_yaml() -> None:
         (
             f"{{class_path: {module}FixedModel, init_args: {{agents: {{class_path: "
             "comlrl_lightning.agents.settings.SharedBase, init_args: {model: a/b, num_agents: 1}}, generation: "
-            "{class_path: comlrl_lightning.collaboration.TaggedSections, init_args: {tag: 'role_{i}'}}}}",
+            "{class_path: comlrl_lightning.environment.joint_format.TaggedSections, init_args: {tag: 'role_{i}'}}}}",
             FixedModel(SharedBase("a/b", 1), generation=TaggedSections("role_{i}")),
         ),
     ]:

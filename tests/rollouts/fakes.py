@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from comlrl_lightning.agents.generation import Finished, GenerationRequest
+from comlrl_lightning.agents.decoding.native import Finished, GenerationRequest
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.collaboration import JointFormat, TaggedSections
-from comlrl_lightning.interface import Formatters, RewardFunction, Transition
+from comlrl_lightning.environment.joint_format import JointFormat, TaggedSections
+from comlrl_lightning.environment.prompts import Formatters, RewardFunction, Transition
+from comlrl_lightning.environment.reward_workers import RewardWorkers
 from comlrl_lightning.rollouts.collect import Collector, RolloutShape, TaskInterface
-from comlrl_lightning.rollouts.scoring import RewardWorkers
-from comlrl_lightning.rollouts.types import Completion, Prompt
+from comlrl_lightning.types import Completion, Prompt
 
 KEY = (7, 0, 3)
 """Seed, stage and epoch that the collectors of these tests put in front of every key."""

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.collaboration import TaggedSections
-from comlrl_lightning.reward_function import RewardCall, RewardFunction
+from comlrl_lightning.environment.joint_format import TaggedSections
+from comlrl_lightning.environment.reward import RewardCall, RewardFunction
+from comlrl_lightning.environment.reward_workers import RewardWorkers
 from comlrl_lightning.rollouts.collect import Collector
-from comlrl_lightning.rollouts.scoring import RewardWorkers
-from comlrl_lightning.rollouts.types import Rollouts
+from comlrl_lightning.types import Rollouts
 from tests.agents.test_generation import ending_team
 from tests.rollouts.fakes import FakeTeam, make_collector
 from tests.rollouts.reward_functions import as_told, lengths, touches

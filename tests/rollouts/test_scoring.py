@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from comlrl_lightning.reward_function import RewardFunction
+from comlrl_lightning.environment.reward import RewardFunction
+from comlrl_lightning.environment.reward_processes import WorkerTraceback
+from comlrl_lightning.environment.reward_workers import RewardWorkers
 from comlrl_lightning.rewards import WeightedRewards
-from comlrl_lightning.rollouts.processes import WorkerTraceback
-from comlrl_lightning.rollouts.scoring import RewardWorkers
 from tests.rollouts.fakes import FakeTeam, make_collector
 from tests.rollouts.reward_functions import (
     as_told,
@@ -229,7 +229,9 @@ class TestTimeouts:
     def test_the_limit_is_for_each_call(self, seconds: float, num_late: int, monkeypatch: pytest.MonkeyPatch) -> None:
         # Four calls of 0.04 s by one worker: none takes 0.1 s, all together take 0.16 s. Only they move the clock.
         now, done = [0.0], threading.Event()
-        monkeypatch.setattr("comlrl_lightning.rollouts.workers.time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr(
+            "comlrl_lightning.environment.reward_dispatch.time", SimpleNamespace(monotonic=lambda: now[0])
+        )
 
         def reward(first: list[str]) -> list[float]:
             now[0] += seconds

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from comlrl_lightning.algorithms import IAC, MADPO, MAGRPO
-from comlrl_lightning.algorithms.hparams import from_plain
+from comlrl_lightning.environment.reward_workers import RewardWorkers
 from comlrl_lightning.functional import group_advantages
 from comlrl_lightning.preferences.pairs import candidate_pairs
 from comlrl_lightning.rewards import WeightedRewards
-from comlrl_lightning.rollouts.buffer import assign_credit
-from comlrl_lightning.rollouts.scoring import RewardWorkers
-from comlrl_lightning.rollouts.types import Rollouts, merge_rollouts
+from comlrl_lightning.rollouts.credit import assign_credit
+from comlrl_lightning.types import Rollouts, merge_rollouts
+from comlrl_lightning.utilities.plain import from_plain
 from tests.algorithms.preferences import direct
 from tests.algorithms.support import ITEMS as TASKS
 from tests.algorithms.support import MemoryLogger, make_module, make_trainer

@@ -1,0 +1,92 @@
+"""Groups of hyperparameters that travel together, checked when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from comlrl_lightning.functional import ImportanceLevel
+from comlrl_lightning.utilities.checks import check_at_least, check_choice, check_positive, check_share, check_whole
+
+OnNonfinite = Literal["raise", "skip"]
+"""What happens to an update whose loss or gradient is not finite."""
+
+
+S = TypeVar("S", "PolicySettings", "UpdateSettings", "ValueSettings")
+
+
+def gathered(kind: type[S], given: Mapping[str, Any]) -> S:
+    """One group of settings out of all the arguments of an algorithm."""
+    return kind(**{field.name: given[field.name] for field in fields(kind)})
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """Settings of the policy loss, as `CooperativeModule` documents them."""
+
+    temperature: float
+    reference_kl_coef: float
+    clip_epsilon: float | None
+    clip_epsilon_high: float | None
+    importance_level: ImportanceLevel
+    entropy_coef: float
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError(
+                f"sampling.temperature={self.temperature!r} samples greedily, which leaves nothing to learn from."
+                " Use a temperature above 0 in sampling and, if you like, 0 in eval_sampling."
+            )
+        check_at_least(0.0, reference_kl_coef=self.reference_kl_coef, entropy_coef=self.entropy_coef)
+        check_positive(clip_epsilon=self.clip_epsilon, clip_epsilon_high=self.clip_epsilon_high)
+        if self.clip_epsilon is not None and self.clip_epsilon >= 1:
+            raise ValueError(f"clip_epsilon={self.clip_epsilon!r} is out of range. Use a number below 1, such as 0.2.")
+        if self.clip_epsilon is None and self.clip_epsilon_high is not None:
+            raise ValueError(f"clip_epsilon_high={self.clip_epsilon_high!r} needs clip_epsilon. Give both.")
+        check_choice(("token", "sequence"), importance_level=self.importance_level)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """Settings of the buffer and of the optimizer steps, as `CooperativeModule` documents them."""
+
+    rollout_buffer_size: int | None
+    train_batch_size: int | None
+    num_inner_epochs: int
+    max_grad_norm: float | None
+    micro_batch_tokens: int
+    logging_steps: int
+    on_nonfinite: OnNonfinite
+
+    def __post_init__(self) -> None:
+        check_whole(
+            1,
+            num_inner_epochs=self.num_inner_epochs,
+            micro_batch_tokens=self.micro_batch_tokens,
+            logging_steps=self.logging_steps,
+        )
+        sizes = {"rollout_buffer_size": self.rollout_buffer_size, "train_batch_size": self.train_batch_size}
+        check_whole(1, **{name: size for name, size in sizes.items() if size is not None})
+        check_positive(max_grad_norm=self.max_grad_norm)
+        check_choice(("raise", "skip"), on_nonfinite=self.on_nonfinite)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSettings:
+    """Settings of critics and of their loss, as `ActorCriticModule` documents them."""
+
+    critic_type: Literal["v", "q"]
+    critic_learning_rate: float | None
+    value_loss_coef: float
+    value_clip_range: float | None
+    gae_lambda: float
+    advantage_normalization: Literal["batch", False]
+
+    def __post_init__(self) -> None:
+        check_choice(("v", "q"), critic_type=self.critic_type)
+        if self.critic_learning_rate is not None:
+            check_at_least(0.0, critic_learning_rate=self.critic_learning_rate)
+        check_positive(value_loss_coef=self.value_loss_coef, value_clip_range=self.value_clip_range)
+        check_share(gae_lambda=self.gae_lambda)
+        check_choice(("batch", False), advantage_normalization=self.advantage_normalization)
