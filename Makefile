@@ -7,10 +7,14 @@ PIP_ARGS ?=
 JOBS ?= 2
 ARGS ?=
 
+NEEDED := $(shell sed -n 's/^requires-python = ">=\(.*\)"$$/\1/p' pyproject.toml)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OFFLINE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(OFFLINE) $(BIN)/python -m pytest
+
+# Before anything is loaded: pip finds out late that a Python is too old.
+CHECK_VERSION = import sys; sys.exit(sys.version_info < tuple(map(int, "$(NEEDED)".split("."))) and "comlrl_lightning needs Python $(NEEDED) or newer, and %s is %d.%d.%d." % ((sys.executable,) + tuple(sys.version_info[:3])))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow check format lint types bench mutants clean
@@ -20,9 +24,12 @@ help: ## List the targets
 
 # pip runs again only when the project's requirements changed: once installed, nothing below needs a network.
 $(STAMP): pyproject.toml $(wildcard $(CONSTRAINTS))
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || $(PYTHON) -c '$(CHECK_VERSION)' || { echo "Choose another: make PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c '$(CHECK_VERSION)' || { echo "Remove $(VENV), and choose another: make PYTHON=python3.12"; exit 1; }
 	@echo "Installing into $(VENV) (about a minute)"
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint $(CONSTRAINTS) --editable '.[dev]'
+	@$(BIN)/python -m pip install $(PIP_ARGS) --constraint $(CONSTRAINTS) --editable '.[dev]' > $(VENV)/install.log \
+		|| { tail -n 20 $(VENV)/install.log; echo "pip could not install; all it wrote: $(VENV)/install.log"; exit 1; }
 	@touch $(STAMP)
 
 setup: $(STAMP) ## Make the virtual environment and install the package with its development tools
@@ -34,7 +41,7 @@ test: $(STAMP) ## Run the default tests: CPU, no network
 	$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
 
 test-slow: $(STAMP) ## Run the long tests: learning curves, resumes in other processes, several ranks
-	$(PYTEST) -m slow --timeout=1800 $(ARGS)
+	$(PYTEST) -m slow --timeout=3000 $(ARGS)
 
 check: lint types test ## Check format, lint and types, then run the default tests
 

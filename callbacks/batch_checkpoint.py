@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,14 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.support import batches_trained, check_count, is_rehearsal, run_folder
+from comlrl_lightning.callbacks.run_path import run_folder
+from comlrl_lightning.callbacks.support import batches_trained, check_count, is_rehearsal, wait_for_checkpoints
+from comlrl_lightning.files import Place
+from comlrl_lightning.keywords import KnownKeywords
 
 
-class BatchCheckpoint(Checkpoint):
-    """Save a checkpoint every so many training batches, also while the rollout buffer fills.
+class BatchCheckpoint(Checkpoint, KnownKeywords):
+    """Save a checkpoint every so many training batches, also while the rollout buffer fills, and at the end of a fit.
 
     Lightning's `ModelCheckpoint` skips a save when no optimizer step happened since the last one; this one does not.
     It takes the place of the one that Lightning adds by itself, and like that one does not go together with
@@ -25,9 +27,11 @@ class BatchCheckpoint(Checkpoint):
     Files are called ``batch-000012.ckpt`` after the batches trained since the run began, over all epochs.
 
     Args:
-        every_n_batches: Training batches of this rank between two checkpoints.
+        every_n_batches: Training batches of this rank between two checkpoints. What is left at the end of a fit,
+            however it was limited, gets one more; what an error or a signal ends does not.
         keep: How many of the latest checkpoints stay; None keeps all.
-        dirpath: Folder of the checkpoints; None takes ``checkpoints`` in the folder of the run.
+        dirpath: Folder of the checkpoints, also an address such as ``s3://bucket/run`` that fsspec reaches; None takes
+            ``checkpoints`` in the folder of the run.
 
     Raises:
         ValueError: If `every_n_batches` or `keep` is not a whole number from 1.
@@ -45,7 +49,7 @@ class BatchCheckpoint(Checkpoint):
                 check_count("BatchCheckpoint", name, value)
         self._every_n_batches = every_n_batches
         self._keep = keep
-        self._dirpath = None if dirpath is None else Path(dirpath)
+        self._dirpath = None if dirpath is None else Place.of(dirpath)
         self._saved: list[str] = []
 
     @property
@@ -54,9 +58,12 @@ class BatchCheckpoint(Checkpoint):
         return self._generate_state_key(every_n_batches=self._every_n_batches)
 
     @property
-    def last_path(self) -> Path | None:
-        """The latest checkpoint of this run."""
-        return Path(self._saved[-1]) if self._saved else None
+    def last_path(self) -> Path | str | None:
+        """The latest checkpoint of this run; a text for an address of fsspec's."""
+        if not self._saved:
+            return None
+        last = Place(self._saved[-1])
+        return last.local if last.is_local else last.path
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -78,6 +85,12 @@ class BatchCheckpoint(Checkpoint):
         self._save(trainer, self._folder(trainer) / f"batch-{num_batches:06d}.ckpt")
 
     @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        num_batches = batches_trained(trainer)
+        if num_batches % self._every_n_batches and not is_rehearsal(trainer):
+            self._save(trainer, self._folder(trainer) / f"batch-{num_batches:06d}.ckpt")
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         return {"saved": list(self._saved)}
 
@@ -85,29 +98,29 @@ class BatchCheckpoint(Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = list(state_dict["saved"])
 
-    def _folder(self, trainer: Trainer) -> Path:
-        return self._dirpath or Path(trainer.strategy.broadcast(run_folder(trainer))) / "checkpoints"
+    def _folder(self, trainer: Trainer) -> Place:
+        if self._dirpath is not None:
+            return self._dirpath
+        if trainer.ckpt_path is not None and self._saved:  # a resumed run goes on with its own folder
+            former = Place(self._saved[-1]).parent
+            if trainer.strategy.broadcast(former.exists()):
+                return former
+        return run_folder(trainer) / "checkpoints"
 
-    def _save(self, trainer: Trainer, path: Path) -> None:
+    def _save(self, trainer: Trainer, path: Place) -> None:
         """Save under another name first: whoever looks for checkpoints finds whole ones only."""
         self._saved = [*(name for name in self._saved if name != str(path)), str(path)]
         # The new file names the outdated ones, too: should they outlive this process, the next one removes them.
         outdated = [] if self._keep is None else self._saved[: -self._keep]
-        part = path.with_name(f".{path.name}.part")
-        trainer.save_checkpoint(part, weights_only=False)
+        part = path.parent / f".{path.name}.part" if path.is_local else path  # fsspec shows whole files only
+        trainer.save_checkpoint(part.path, weights_only=False)
+        wait_for_checkpoints(trainer)
         if trainer.is_global_zero:
-            if path.is_dir():  # a file is replaced in one go, so that there is one at any moment
-                shutil.rmtree(path)
-            os.replace(part, path)
+            if path.is_local:
+                if path.is_folder():  # a file is replaced in one go, so that there is one at any moment
+                    path.remove()
+                os.replace(part.path, path.path)
             for name in outdated:
-                _remove(Path(name))
+                Place(name).remove()
         self._saved = self._saved[len(outdated) :]
         trainer.strategy.barrier("BatchCheckpoint")
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint: a file, or the folder that a sharded strategy writes."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -12,28 +13,31 @@ from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
 from comlrl_lightning.callbacks.history import History
+from comlrl_lightning.callbacks.run_path import Attempts, RunPath
 from comlrl_lightning.callbacks.support import (
     has_fitted,
     is_rehearsal,
     may_print,
     outside_of_fit,
     rollout_source,
-    run_folder,
 )
+from comlrl_lightning.keywords import KnownKeywords
+from comlrl_lightning.reports import say
 from comlrl_lightning.types import Rollouts, prompt_text
 
 
-class CompletionsTable(Callback):
+class CompletionsTable(Callback, KnownKeywords):
     """Write the joint completions of every evaluation: to JSON lines, to Weights & Biases, and a few on screen.
 
     A line of the file (and a row of the W&B table ``eval/completions``) is one item at one turn: `env_step`, `index` of
     the item, `turn`, `prompts` and `completions` per agent, `reward`; in the file also `batch`, the number of batches
     trained before. An evaluation by the trainer after its fit takes the place of the lines that were written after the
     same batch; a trainer that never fitted writes ``completions-validate.jsonl`` (or ``-test``) instead. A
-    `fast_dev_run` writes nothing.
+    `fast_dev_run` writes nothing. Neither a disk that takes no file nor a screen that shows no text ends a run.
 
     Args:
-        path: The JSON-lines file; None takes ``completions.jsonl`` in the folder of the run.
+        path: The JSON-lines file, or an address such as ``s3://bucket/completions.jsonl`` that fsspec reaches; None
+            takes ``completions.jsonl`` in the folder of the run.
         num_on_screen: Items shown on screen, with all their turns, at each evaluation; 0 shows none.
 
     Raises:
@@ -52,19 +56,34 @@ class CompletionsTable(Callback):
             raise ValueError(
                 f"CompletionsTable(num_on_screen={num_on_screen}) is negative. Use 0 for no items on screen."
             )
-        self._path = None if path is None else Path(path)
+        self._target = RunPath("CompletionsTable", path, "completions.jsonl")
+        self._attempts = Attempts("CompletionsTable")
         self._history: History
         self._num_on_screen = num_on_screen
 
+    @property
+    @override
+    def state_key(self) -> str:
+        return self._generate_state_key(path=self._target.given)
+
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        path = self._path or run_folder(trainer) / "completions.jsonl"
+        self._target.settle(trainer)
+        path = self._target.place
         self._history = History(path if has_fitted(trainer) else outside_of_fit(path, trainer))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero and not is_rehearsal(trainer):
-            self._history.begin(trainer, rollout_source(pl_module, self))
+        self._target.go_on(trainer)
+        self._history = History(self._target.place)
+        if not trainer.is_global_zero or is_rehearsal(trainer):
+            return
+        source = rollout_source(pl_module, self)
+        with self._attempts.attempt():
+            self._history.check()
+            if trainer.ckpt_path is None and source.env_step == 0:
+                self._target.warn_of_others([self._history.place])
+            self._history.begin(trainer, source)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -82,7 +101,8 @@ class CompletionsTable(Callback):
         if not trainer.is_global_zero:
             return
         if not is_rehearsal(trainer):
-            self._record(trainer, source.env_step, rows)
+            with self._attempts.attempt():
+                self._record(trainer, source.env_step, rows)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 _log_table(logger, source.env_step, rows)
@@ -97,6 +117,14 @@ class CompletionsTable(Callback):
             self._history.add(trainer, env_step, rows, again=trainer.state.fn != "fit")
         else:
             self._history.replace(trainer, env_step, rows)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._target.state()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._target.restore(state_dict)
 
 
 def completion_rows(rollouts: Rollouts) -> list[dict[str, Any]]:
@@ -121,8 +149,8 @@ def task_texts(rollouts: Rollouts, num_items: int) -> dict[int, str]:
 
 
 def show(rows: Sequence[Mapping[str, Any]], tasks: Mapping[int, str], title: str) -> None:
-    """Print rows of completions on the console that progress bars use, so that a live bar stays whole."""
-    from rich import get_console
+    """Print rows of completions; a live progress bar stays whole, as it takes over what is printed."""
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -133,7 +161,14 @@ def show(rows: Sequence[Mapping[str, Any]], tasks: Mapping[int, str], title: str
         item = (str(row["index"]), Text(tasks[row["index"]])) if row["turn"] == 1 else ("", "")
         is_last = following is None or following["index"] != row["index"]
         table.add_row(*item, str(row["turn"]), *texts, f"{row['reward']:.3f}", end_section=is_last)
-    get_console().print(table)
+    console, page = Console(), io.BytesIO()
+    if console.is_jupyter:
+        console.print(table)
+        return
+    # Left to write by itself, a console ends the process whose reader is gone.
+    sheet = io.TextIOWrapper(page, console.encoding, "replace", newline="")
+    Console(file=sheet, width=console.width, force_terminal=console.is_terminal).print(table)
+    say(page.getvalue().decode(console.encoding))
 
 
 def _log_table(logger: WandbLogger, env_step: int, rows: Sequence[Mapping[str, Any]]) -> None:

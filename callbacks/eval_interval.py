@@ -12,13 +12,14 @@ from typing_extensions import override
 
 from comlrl_lightning.callbacks.support import EVAL_PREFIX
 from comlrl_lightning.data.datamodule import TaskBatch
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.utilities.calls import short
 from comlrl_lightning.utilities.checks import is_whole
 
 NEVER = 10**9
 
 
-class EvalInterval(Callback):
+class EvalInterval(Callback, KnownKeywords):
     """Evaluate before the first batch that holds an item whose index in the epoch is a multiple of `interval`.
 
     Indices count the items of all ranks, in every kind of epoch, from 0: an evaluation comes first in each epoch.
@@ -27,20 +28,26 @@ class EvalInterval(Callback):
 
     Args:
         interval: Task items between two evaluations; 0 leaves evaluation to `evaluate` and `Trainer.validate`.
+        at_end: Evaluate once more when a fit ends, so that callbacks with a `monitor` see the final agents, too: at its
+            last epoch or step, or where it is stopped early, but not by an exception.
 
     Raises:
-        ValueError: If `interval` is not a whole number from 0.
+        ValueError: If `interval` is not a whole number from 0, or `at_end` is neither True nor False.
 
     Example::
 
-        trainer = Trainer(max_epochs=1, callbacks=[EvalInterval(4)])
+        trainer = Trainer(max_epochs=1, callbacks=[EvalInterval(4, at_end=True)])
     """
 
-    def __init__(self, interval: int) -> None:
+    def __init__(self, interval: int, at_end: bool = False) -> None:
         super().__init__()
         if not is_whole(interval, 0):
             raise ValueError(f"EvalInterval(interval={interval!r}) is not a whole number from 0. Pass 0 for never.")
+        if not isinstance(at_end, bool):
+            raise ValueError(f"EvalInterval(at_end={at_end!r}) is neither True nor False. Use one of them.")
         self._interval = interval
+        self._at_end = at_end
+        self._next: tuple[int, int] = (0, 0)
         self._running: tuple[int, int] | None = None
         self._finished: tuple[int, int] | None = None
         self._isolation = ExitStack()
@@ -70,13 +77,17 @@ class EvalInterval(Callback):
         place = (batch.epoch, batch.start)
         # A checkpoint saved at the end of an evaluation resumes right here, with that evaluation done.
         if self.is_due(batch.start, batch.stop) and place != self._finished:
-            self._running = place
-            self._isolation.enter_context(isolate_rng())
-            try:
-                _validate(trainer)
-            finally:
-                self._isolation.close()
-                self._running = None
+            self._evaluate(trainer, place)
+
+    def _evaluate(self, trainer: Trainer, place: tuple[int, int]) -> None:
+        """Evaluate before the item at a place, which is an epoch and a position in it."""
+        self._running = place
+        self._isolation.enter_context(isolate_rng())
+        try:
+            _validate(trainer)
+        finally:
+            self._isolation.close()
+            self._running = None
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -87,8 +98,18 @@ class EvalInterval(Callback):
             self._isolation.close()
 
     @override
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: TaskBatch, batch_idx: int
+    ) -> None:
         self._finished = None
+        is_last = trainer.is_last_batch or batch.is_last
+        self._next = (batch.epoch + 1, 0) if is_last else (batch.epoch, batch.stop)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A run that goes on from what is saved here has evaluated what it begins with.
+        if self._at_end and self._next != self._finished:
+            self._evaluate(trainer, self._next)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from comlrl_lightning.callbacks.support import as_numbers, check_names, log_evaluation, rollout_source
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.metrics import evaluation_keys
 from comlrl_lightning.types import Rollouts, RolloutSource
 from comlrl_lightning.utilities.calls import UserFunction
@@ -16,7 +17,7 @@ from comlrl_lightning.utilities.calls import UserFunction
 LOGGER_KEYWORDS = ("agent_completions_turns", "batch_items", "prompts")
 
 
-class EvalMetrics(Callback):
+class EvalMetrics(Callback, KnownKeywords):
     """Add the user's metrics to every evaluation.
 
     `eval_logger(agent_completions_turns=..., batch_items=..., prompts=...)` is called once for the whole split and

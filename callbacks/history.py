@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from lightning import Trainer
 
-from comlrl_lightning.callbacks.support import batches_trained, write_whole
+from comlrl_lightning.callbacks.support import batches_trained
+from comlrl_lightning.files import Place
 from comlrl_lightning.types import RolloutSource
 
 
@@ -19,15 +19,29 @@ class History:
     Steps that learn from what was scored before do not move `env_step`. Use it on rank zero only.
 
     Args:
-        path: The file.
+        place: The file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, place: Place) -> None:
+        self.place = place
         self._resumed_at: tuple[int, int] | None = None
 
+    def check(self) -> None:
+        """Refuse a file that is no history.
+
+        Raises:
+            ValueError: If it holds other lines.
+        """
+        if self.place.exists():
+            for line in self._lines():
+                self._position(line)
+
     def begin(self, trainer: Trainer, source: RolloutSource) -> None:
-        """Drop what an earlier run wrote, or what was written after the checkpoint that this run resumes."""
+        """Drop what an earlier run wrote, or what was written after the checkpoint that this run resumes.
+
+        Raises:
+            ValueError: If the file is no history.
+        """
         self._resumed_at = now = source.env_step, batches_trained(trainer)
         if trainer.ckpt_path is not None:
             self._keep(lambda place: place <= now)
@@ -49,11 +63,8 @@ class History:
         if again or now == self._resumed_at:
             self._keep(lambda place: place != now)
         self._resumed_at = None
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            for row in rows:
-                line = {"env_step": env_step, "batch": now[1], **row}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        lines = ({"env_step": env_step, "batch": now[1], **row} for row in rows)
+        self.place.append_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
     def replace(self, trainer: Trainer, env_step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Make these rows all there is."""
@@ -61,14 +72,21 @@ class History:
         self.add(trainer, env_step, rows)
 
     def _keep(self, wanted: Callable[[tuple[int, int]], bool]) -> None:
-        if not self._path.exists():
+        if not self.place.exists():
             return
+        kept = [line + "\n" for line in self._lines() if wanted(self._position(line))]
+        self.place.write_text("".join(kept))
+
+    def _lines(self) -> list[str]:
         # Only "\n" ends a line: texts hold other line breaks. A line without its end was cut off by a kill.
-        *lines, _ = self._path.read_text(encoding="utf-8").split("\n")
-        kept = [line + "\n" for line in lines if wanted(_place(json.loads(line)))]
-        write_whole(self._path, lambda path: path.write_text("".join(kept), encoding="utf-8"))
+        return self.place.read_text().split("\n")[:-1]
 
-
-def _place(row: Mapping[str, Any]) -> tuple[int, int]:
-    """`env_step` and batch of a line."""
-    return row["env_step"], row.get("batch", 0)
+    def _position(self, line: str) -> tuple[int, int]:
+        """`env_step` and batch of a line."""
+        try:
+            row = json.loads(line)
+            return row["env_step"], row.get("batch", 0)
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{self.place} holds lines that are no history of a run. It is left as it is: give another path."
+            ) from None

@@ -9,33 +9,48 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.support import is_rehearsal, write_whole
+from comlrl_lightning.callbacks.run_path import RunPath
+from comlrl_lightning.callbacks.support import is_rehearsal
+from comlrl_lightning.files import Place
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.utilities.distributed import gather_objects
 
 
-class JSONPredictions(Callback):
+class JSONPredictions(Callback, KnownKeywords):
     """Write what `Trainer.predict` samples as JSON lines, one record per item and turn, in the order of the items.
 
-    Nothing is written in a `fast_dev_run`.
+    Nothing is written in a `fast_dev_run`. A warning says so before an existing file is replaced.
 
     Args:
-        path: The file.
+        path: The file, or an address such as ``s3://bucket/predictions.jsonl`` that fsspec reaches; None takes
+            ``predictions.jsonl`` in the folder of the run.
 
     Example::
 
         Trainer(callbacks=[JSONPredictions("predictions.jsonl")]).predict(module, data)
     """
 
-    def __init__(self, path: str | Path = "predictions.jsonl") -> None:
+    def __init__(self, path: str | Path | None = None) -> None:
         super().__init__()
-        self.path = Path(path)
+        self._target = RunPath("JSONPredictions", path, "predictions.jsonl")
         self.num_items = 0
         """Items in the file, of all ranks."""
         self._records: list[dict[str, Any]] = []
 
+    @property
+    def path(self) -> Place:
+        """The file, known once a trainer has set the callback up."""
+        return self._target.place
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._target.settle(trainer)
+
     @override
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._records = []
+        if trainer.is_global_zero and not is_rehearsal(trainer):
+            self._target.warn_of_others([self.path])
 
     @override
     def on_predict_batch_end(
@@ -56,4 +71,4 @@ class JSONPredictions(Callback):
         self.num_items = len({record["index"] for record in records})
         if trainer.is_global_zero and not is_rehearsal(trainer):
             text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-            write_whole(self.path, lambda path: path.write_text(text, encoding="utf-8"))
+            self.path.write_text(text)

@@ -10,11 +10,13 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.support import is_rehearsal, run_folder, write_whole
+from comlrl_lightning.callbacks.run_path import Attempts, RunPath
+from comlrl_lightning.callbacks.support import is_rehearsal
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.preferences.pairs import PreferencePair, Round, RoundSource
 
 
-class PreferenceRounds(Callback):
+class PreferenceRounds(Callback, KnownKeywords):
     """Write the pairs of each round as JSON when its collecting epoch is over: ``round_0001.json`` and so on.
 
     A file holds ``iteration`` (the round, from 1), ``num_pairs``, ``candidate_reward_mean`` and ``pairs``. Each pair
@@ -22,11 +24,13 @@ class PreferenceRounds(Callback):
     ``winner_token_ids``, ``winner_reward``, ``winner_source`` (``policy`` or ``comparator``), and the same of the
     loser. A round without pairs has a file too.
 
-    Files appear whole, on rank zero, and never in a `fast_dev_run`. A new run removes those of an earlier run; a
-    resumed one goes on where its checkpoint stands, which itself holds the rounds that are needed.
+    Files appear whole, on rank zero, and never in a `fast_dev_run`. A new run removes those of an earlier run and says
+    so; a resumed one goes on where its checkpoint stands, which itself holds the rounds that are needed. A disk that
+    takes no file ends no run.
 
     Args:
-        dirpath: Where the files go; None takes ``rounds`` in the folder of the run.
+        dirpath: Where the files go, also an address such as ``s3://bucket/rounds`` that fsspec reaches; None takes
+            ``rounds`` in the folder of the run.
 
     Example::
 
@@ -35,22 +39,38 @@ class PreferenceRounds(Callback):
 
     def __init__(self, dirpath: str | Path | None = None) -> None:
         super().__init__()
-        self._is_given = dirpath is not None
-        self._folder = Path("rounds" if dirpath is None else dirpath)
+        self._target = RunPath("PreferenceRounds", dirpath, "rounds")
+        self._attempts = Attempts("PreferenceRounds")
         self._written: int | None = None
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return self._generate_state_key(dirpath=self._target.given)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not self._is_given:
-            self._folder = Path(trainer.strategy.broadcast(run_folder(trainer))) / "rounds"
+        self._target.settle(trainer)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._target.go_on(trainer)
         self._written = None
         is_new = trainer.ckpt_path is None and _round_source(pl_module).last_round is None
         if is_new and trainer.is_global_zero and not is_rehearsal(trainer):
-            for path in self._folder.glob("round_[0-9][0-9][0-9][0-9].json"):
-                path.unlink()
+            with self._attempts.attempt():
+                others = self._target.place.glob("round_[0-9][0-9][0-9][0-9].json")
+                self._target.warn_of_others(others, "removes")
+                for path in others:
+                    path.remove()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._target.state()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._target.restore(state_dict)
 
     @override
     def on_train_batch_end(
@@ -62,8 +82,8 @@ class PreferenceRounds(Callback):
         self._written = last.number
         if trainer.is_global_zero and not is_rehearsal(trainer):
             text = json.dumps(_record(last), ensure_ascii=False) + "\n"
-            path = self._folder / f"round_{last.number + 1:04d}.json"
-            write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
+            with self._attempts.attempt():
+                (self._target.place / f"round_{last.number + 1:04d}.json").write_text(text)
 
 
 def _round_source(pl_module: LightningModule) -> RoundSource:

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from comlrl_lightning.callbacks.run_path import Attempts, RunPath
 from comlrl_lightning.callbacks.support import (
     EVAL_PREFIX,
     evaluation_metrics,
     has_fitted,
     is_rehearsal,
     rollout_source,
-    write_whole,
 )
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.utilities.checks import is_whole
 from comlrl_lightning.utilities.distributed import gather_objects
 
@@ -27,14 +28,16 @@ Points = dict[int, list[tuple[int, float]]]
 """Per turn, (`env_step`, mean reward) in order of time."""
 
 
-class RewardCurve(Callback):
+class RewardCurve(Callback, KnownKeywords):
     """Draw the mean reward of each training step and of each evaluation over `env_step`, one color per turn.
 
     The picture is drawn after each evaluation and when training ends, however it ends. An evaluation by the trainer
-    after its fit becomes part of it, once per `env_step`. A resumed run continues the curve of its checkpoint.
+    after its fit becomes part of it, once per `env_step`. A resumed run continues the curve of its checkpoint. A
+    picture that cannot be drawn or written ends no run.
 
     Args:
-        path: The PNG file, relative to the working folder.
+        path: The PNG file, relative to the working folder, or an address such as ``s3://bucket/curve.png`` that fsspec
+            reaches; None takes ``reward-curve.png`` in the folder of the run.
         window: Training steps of the moving average that is drawn over the single steps.
 
     Raises:
@@ -45,13 +48,14 @@ class RewardCurve(Callback):
         trainer = Trainer(callbacks=[RewardCurve("runs/reward-curve.png")])
     """
 
-    def __init__(self, path: str | Path = "reward-curve.png", window: int = 10) -> None:
+    def __init__(self, path: str | Path | None = None, window: int = 10) -> None:
         super().__init__()
-        if Path(path).suffix != ".png":
+        if path is not None and Path(path).suffix != ".png":
             raise ValueError(f"RewardCurve(path={str(path)!r}) does not name a picture. End it in .png.")
         if not is_whole(window, 1):
             raise ValueError(f"RewardCurve(window={window!r}) is not a whole number from 1. Use 1 for no average.")
-        self._path = Path(path)
+        self._target = RunPath("RewardCurve", path, "reward-curve.png")
+        self._attempts = Attempts("RewardCurve")
         self._window = window
         self._training: Points = {}
         self._evaluation: Points = {}
@@ -67,9 +71,17 @@ class RewardCurve(Callback):
         return self._evaluation
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._target.settle(trainer)
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._target.go_on(trainer)
         if trainer.ckpt_path is None and rollout_source(pl_module, self).env_step == 0:
             self._training, self._evaluation = {}, {}
+            if trainer.is_global_zero and not is_rehearsal(trainer):
+                with self._attempts.attempt():
+                    self._target.warn_of_others([self._target.place])
 
     @override
     def on_train_batch_end(
@@ -105,16 +117,22 @@ class RewardCurve(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"training": self._training, "evaluation": self._evaluation}
+        return {"training": self._training, "evaluation": self._evaluation, **self._target.state()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._training = {turn: list(points) for turn, points in state_dict["training"].items()}
         self._evaluation = {turn: list(points) for turn, points in state_dict["evaluation"].items()}
+        self._target.restore(state_dict)
 
     def _draw(self, trainer: Trainer) -> None:
         if not trainer.is_global_zero or is_rehearsal(trainer) or not (self._training or self._evaluation):
             return
+        # Rewards may be larger than what a picture can scale.
+        with self._attempts.attempt(ValueError, ArithmeticError):
+            self._write()
+
+    def _write(self) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -126,7 +144,7 @@ class RewardCurve(Callback):
         axes.set(xlabel="env_step (joint completions scored)", ylabel="mean reward")
         axes.grid(alpha=0.3)
         axes.legend()
-        write_whole(self._path, lambda path: figure.savefig(path))
+        self._target.place.write_whole(lambda path: figure.savefig(path))
 
     def _draw_turn(self, axes: Axes, turn: int) -> None:
         color = f"C{turn - 1}"

@@ -12,6 +12,7 @@ from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from comlrl_lightning.callbacks.support import as_numbers, check_names, log_evaluation, rollout_source
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.metrics import evaluation_keys, training_keys
 from comlrl_lightning.types import Node, Prompt, Rollouts, merge_rollouts
 from comlrl_lightning.utilities.calls import UserFunction
@@ -19,7 +20,7 @@ from comlrl_lightning.utilities.distributed import gather_objects
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutRecord:
+class RolloutRecord(KnownKeywords):
     """One agent's part in one scored joint completion."""
 
     agent_idx: int
@@ -34,7 +35,7 @@ class RolloutRecord:
     whole one if one model writes the answers of all agents."""
 
 
-class RolloutMetrics(Callback):
+class RolloutMetrics(Callback, KnownKeywords):
     """Log the user's metrics over rollout records, in training and in evaluation.
 
     In training `metrics_callback` gets the records of each training step, of all ranks in the order of the items, and

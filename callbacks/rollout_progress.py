@@ -9,9 +9,10 @@ from lightning.pytorch.callbacks import RichProgressBar
 from typing_extensions import override
 
 from comlrl_lightning.callbacks.support import may_print, rollout_source
+from comlrl_lightning.keywords import KnownKeywords
 
 
-class RolloutProgress(Callback):
+class RolloutProgress(Callback, KnownKeywords):
     """Show under a live `RichProgressBar` which turn is sampled and how many rows still sample.
 
     Without such a bar it shows nothing.

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import operator
-import shutil
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.support import batches_trained, check_count, is_rehearsal, rollout_source, run_folder
+from comlrl_lightning.callbacks.run_path import RunPath
+from comlrl_lightning.callbacks.support import batches_trained, check_count, is_rehearsal, rollout_source
+from comlrl_lightning.files import CONTENTS, Place, own_folder
+from comlrl_lightning.keywords import KnownKeywords
 
 
-class SaveAgents(Callback):
+class SaveAgents(Callback, KnownKeywords):
     """Save the agents as standard PEFT or model folders with their tokenizers, one per agent.
 
     At the end of training ``folder/agent_0``, ``folder/agent_1``, ... are written. With `monitor` the best agents so
     far stand in ``folder/best``, with `every_n_batches` those after n batches in ``folder/batch-000012`` and so on.
+    Each of these has a list of its files, ``contents.json``. A new run warns of agents of another run in its folder;
+    with its first save it removes what that one's lists name and what does not get replaced.
 
     Args:
-        folder: Where the folders of the agents go; None takes ``agents`` in the folder of the run.
+        folder: Where the folders of the agents go, also an address such as ``s3://bucket/agents`` that fsspec reaches;
+            None takes ``agents`` in the folder of the run.
         every_n_batches: Training batches of this rank between two saves; None saves at the end only.
         monitor: Evaluation metric that decides which agents are best, for example ``eval/final_reward_mean``.
         mode: Whether more (``max``) or less (``min``) of `monitor` is better.
@@ -45,27 +51,36 @@ class SaveAgents(Callback):
             check_count("SaveAgents", "every_n_batches", every_n_batches)
         if mode not in ("max", "min"):
             raise ValueError(f"SaveAgents(mode={mode!r}) is neither 'max' nor 'min'. Use one of them.")
-        self._given_folder = None if folder is None else str(folder)
-        self._folder = Path(folder or "agents")
+        self._target = RunPath("SaveAgents", folder, "agents")
         self._every_n_batches = every_n_batches
         self._monitor = monitor
         self._is_better = operator.gt if mode == "max" else operator.lt
         self._best: float | None = None
+        self._outdated: list[Place] = []
 
     @property
     @override
     def state_key(self) -> str:
-        return self._generate_state_key(folder=self._given_folder, monitor=self._monitor)
+        return self._generate_state_key(folder=self._target.given, monitor=self._monitor)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._given_folder is None:
-            self._folder = Path(trainer.strategy.broadcast(run_folder(trainer))) / "agents"
+        self._target.settle(trainer)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.ckpt_path is None and rollout_source(pl_module, self).env_step == 0:
-            self._best = None
+        self._target.go_on(trainer)
+        self._outdated = []
+        folder = self._target.place
+        if trainer.ckpt_path is not None or rollout_source(pl_module, self).env_step > 0:
+            for own in (folder, *_saves_below(folder)):
+                own_folder(pl_module, own)
+            return
+        self._best = None
+        if trainer.is_global_zero and not is_rehearsal(trainer):
+            below = _saves_below(folder)
+            self._target.warn_of_others([folder / CONTENTS, *below])
+            self._outdated = [place for place in below if (place / CONTENTS).exists()]
 
     @override
     def on_train_batch_end(
@@ -74,7 +89,7 @@ class SaveAgents(Callback):
         num_batches = batches_trained(trainer)
         is_due = self._every_n_batches is not None and num_batches % self._every_n_batches == 0
         if is_due and not is_rehearsal(trainer):
-            rollout_source(pl_module, self).save_agents(self._folder / f"batch-{num_batches:06d}")
+            self._save(pl_module, f"batch-{num_batches:06d}")
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -94,21 +109,39 @@ class SaveAgents(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not is_rehearsal(trainer):
-            rollout_source(pl_module, self).save_agents(self._folder)
+            self._save(pl_module)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best}
+        return {"best": self._best, **self._target.state()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._best = state_dict["best"]
+        self._target.restore(state_dict)
+
+    def _save(self, pl_module: LightningModule, name: str | None = None) -> None:
+        """Save into the folder or one below it; with the first save go those of an earlier run."""
+        for place in self._outdated:
+            place.remove()
+        self._outdated = []
+        folder = self._target.place if name is None else self._target.place / name
+        own_folder(pl_module, folder)  # `on_train_start` has warned of what it replaces
+        rollout_source(pl_module, self).save_agents(str(folder))
 
     def _save_best(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the new best agents whole before the old ones go."""
-        best, part = self._folder / "best", self._folder / ".best.part"
-        rollout_source(pl_module, self).save_agents(part)
+        if not self._target.place.is_local:  # nothing can be renamed in one go
+            self._save(pl_module, "best")
+            return
+        best, part = self._target.place / "best", self._target.place / ".best.part"
+        self._save(pl_module, part.name)
         trainer.strategy.barrier("SaveAgents")
         if trainer.is_global_zero:
-            shutil.rmtree(best, ignore_errors=True)
-            part.rename(best)
+            best.remove()
+            os.replace(part.local, best.local)
+
+
+def _saves_below(folder: Place) -> list[Place]:
+    """Folders of the best agents and of those after some batches."""
+    return [*folder.glob("batch-*"), *folder.glob("best")]

@@ -1,16 +1,15 @@
-"""What several callbacks need: the module behind its protocol, evaluation metrics, files that appear whole."""
+"""What several callbacks need: the module behind its protocol, evaluation metrics, numbers of users."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
-from pathlib import Path
-from typing import Any
 
 from lightning import LightningModule, Trainer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
+from comlrl_lightning.files import Place
 from comlrl_lightning.loggers import TaskWandbLogger
 from comlrl_lightning.types import RolloutSource
 from comlrl_lightning.utilities.calls import check_unicode, short
@@ -71,9 +70,9 @@ def has_fitted(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0 or trainer.state.fn == "fit"
 
 
-def outside_of_fit(path: Path, trainer: Trainer) -> Path:
+def outside_of_fit(path: Place, trainer: Trainer) -> Place:
     """Name of a file for a trainer that never fitted: ``metrics-validate.json`` for ``metrics.json``."""
-    return path.with_stem(f"{path.stem}-{trainer.state.fn and trainer.state.fn.value}")
+    return path.with_stem_end(f"-{trainer.state.fn and trainer.state.fn.value}")
 
 
 def batches_trained(trainer: Trainer) -> int:
@@ -85,17 +84,10 @@ def batches_trained(trainer: Trainer) -> int:
     return processed
 
 
-def run_folder(trainer: Trainer) -> Path:
-    """Folder of this run: the logger's, else the trainer's root. Call it on every rank."""
-    return Path(trainer.log_dir or trainer.default_root_dir)
-
-
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a file that then takes the place of `path`: readers see the old or the new one, whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.stem}.part{path.suffix}")
-    write(part)
-    os.replace(part, path)
+def wait_for_checkpoints(trainer: Trainer) -> None:
+    """Return once all checkpoints are on the disk: `AsyncCheckpointIO` writes them in a thread, which then ends."""
+    if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
+        trainer.strategy.checkpoint_io.teardown()
 
 
 def check_count(callback: str, name: str, value: object) -> None:

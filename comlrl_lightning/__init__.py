@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from comlrl_lightning._version import __version__
+from comlrl_lightning.utilities.quiet import silence_advertising, warn_of_still_bars
 
 if TYPE_CHECKING:
     from comlrl_lightning.agents.engine import GenerationEngine as GenerationEngine
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from comlrl_lightning.evaluation import evaluate as evaluate
     from comlrl_lightning.functional.policy import PolicyLoss as PolicyLoss
     from comlrl_lightning.learning.policy import PolicyBatch as PolicyBatch
+    from comlrl_lightning.loggers import TaskWandbLogger as TaskWandbLogger
     from comlrl_lightning.loggers import wandb_logger as wandb_logger
     from comlrl_lightning.preferences.comparators import APIComparator as APIComparator
     from comlrl_lightning.preferences.comparators import CurrentPolicy as CurrentPolicy
@@ -75,7 +77,7 @@ _HOMES = {
     "environment.joint_format": ("TaggedSections",),
     "data.datamodule": ("TaskDataModule",),
     "evaluation": ("evaluate",),
-    "loggers": ("wandb_logger",),
+    "loggers": ("TaskWandbLogger", "wandb_logger"),
     "preferences.comparators": ("APIComparator", "CurrentPolicy", "FixedModel", "FrozenCopy", "HistoryPolicy"),
     "preferences.replay": ("AllHistory", "CurrentRound", "LambdaDecay", "NearestK"),
     "rewards": ("RewardModel", "RewardProcessors", "WeightedRewards"),
@@ -84,6 +86,10 @@ _HOMES = {
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]
+
+
+silence_advertising()
+warn_of_still_bars()
 
 
 def __getattr__(name: str) -> Any:

@@ -8,13 +8,14 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
-from jsonargparse import set_parsing_settings
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from jsonargparse import Namespace, set_parsing_settings
+from lightning import LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
@@ -24,9 +25,11 @@ from comlrl_lightning.algorithms import ALGORITHMS
 from comlrl_lightning.algorithms.checks import check_precision_flag, check_trainer_flags
 from comlrl_lightning.algorithms.methods import ActorCritic, CriticFree
 from comlrl_lightning.algorithms.module import CooperativeModule
+from comlrl_lightning.callbacks.run_path import run_folder
 from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic, ValueHead
 from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.environment.joint_format import TaggedSections as TaggedSections  # known by its name in YAML
+from comlrl_lightning.reports import say, sturdy_output
 from comlrl_lightning.tasks.task import Task, load_task
 from comlrl_lightning.utilities.quiet import quiet_libraries
 
@@ -37,6 +40,8 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True, subclasses_enabl
 RUN_CONFIG = "run-config.yaml"
 """Where the folder of a run holds its whole configuration: a name that no file of the user is likely to have."""
 
+FLAGS = ("config", "trainer", "model", "data", "seed_everything", "ckpt_path", "output", "print_config", "help")
+"""What stands beside the settings of trainer, model and data."""
 MISTAKES = (
     (r"(?:Option '|unrecognized arguments: -*)([\w.]+)", "is not a setting"),
     (r"Expected a dot import path string: (\S+)", "is neither a known name nor an import path"),
@@ -47,12 +52,50 @@ MISTAKES = (
 
 
 class CooperativeParser(LightningArgumentParser):
-    """Lightning's parser, whose errors end with their cause."""
+    """Lightning's parser, whose errors end with their cause, and whose defaults come last."""
+
+    has_settings = False
+    """Whether it reads settings itself and leaves them to no subcommand."""
+
+    @override
+    def parse_args(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        namespace: Namespace | None = None,
+        env: bool | None = None,
+        defaults: bool = True,
+        **kwargs: Any,
+    ) -> Namespace:
+        """Parse what is written alone and fill in defaults afterwards.
+
+        Done at once, a flag that changes a class would take the defaults of the file's class for settings of the file.
+        """
+        if not (self.has_settings and defaults):
+            return super().parse_args(args, namespace, env, defaults, **kwargs)
+        given = sys.argv[1:] if args is None else list(args)
+        printing = [one for one in given if one.partition("=")[0] == "--print_config"]
+        written = [one for one in given if one not in printing]
+        settings = super().parse_args(written, namespace, env, False, **kwargs)
+        return super().parse_args(printing, settings, env, True, **kwargs)
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         plain = re.sub(r"\n *Given value(?: type: .*_namespace\.Namespace'>|: Namespace\(.*)(?=\n|$)", "", message)
         super().error(f"{plain}\n\n{cause}" if (cause := cause_of(message)) else plain, ex)
+
+
+class SaveRunConfig(SaveConfigCallback):
+    """Write the configuration into the folder of the run, also without a logger or with one that has no folders."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        run_folder(trainer)  # agreed on by all ranks
+        super().setup(trainer, pl_module, stage)
+
+    @override
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        text = self.parser.dump(self.config, skip_none=False)
+        (run_folder(trainer) / self.config_filename).write_text(text)
 
 
 class CooperativeCLI(LightningCLI):
@@ -69,7 +112,8 @@ class CooperativeCLI(LightningCLI):
             TaskDataModule,
             subclass_mode_model=True,
             auto_configure_optimizers=False,
-            save_config_kwargs={"overwrite": True, "config_filename": RUN_CONFIG},
+            save_config_callback=SaveRunConfig,
+            save_config_kwargs={"save_to_log_dir": False, "config_filename": RUN_CONFIG},
             parser_class=CooperativeParser,
             args=args,
             run=run,
@@ -86,13 +130,18 @@ class CooperativeCLI(LightningCLI):
         )
         parser.link_arguments("task", "model.init_args.task")
         parser.link_arguments("task", "data.task")
+        assert isinstance(parser, CooperativeParser)
+        parser.has_settings = True
 
     @override
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "predict":
             parser.add_argument(
-                "--output", type=str, default="predictions.jsonl", help="JSON lines of the joint completions."
+                "--output",
+                type=str | None,
+                default=None,
+                help="JSON lines of the joint completions. null: predictions.jsonl in the folder of the run.",
             )
         return parser
 
@@ -104,7 +153,7 @@ class CooperativeCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         trainer = self._get(self.config, "trainer")
         with self._telling_mistakes():
-            check_trainer_flags(trainer.gradient_clip_val, trainer.accumulate_grad_batches)
+            check_trainer_flags(trainer)
             if self.subcommand in (None, "fit"):
                 check_precision_flag(trainer.precision)
 
@@ -134,7 +183,7 @@ class CooperativeCLI(LightningCLI):
         self.trainer.callbacks.append(writer)  # type: ignore[attr-defined]
         self.trainer.predict(**kwargs)
         if self.trainer.is_global_zero:
-            print(f"{writer.num_items} items written to {writer.path}")
+            say(f"{writer.num_items} items written to {writer.path}\n")
 
     def before_validate(self) -> None:
         """Say when what is measured was never trained."""
@@ -187,7 +236,7 @@ def cause_of(message: str) -> str:
     """One sentence on what a long message of the parser comes from, with a name that may have been meant; or ``""``."""
     key = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
     if not key:
-        return ""
+        return cause_beside(message)
     if missing := re.findall(r"the following arguments are required: (.+)", message):
         return f"{key}: {missing[-1]} must be given. Add {flags(key, missing[-1])}, or a file with --config FILE."
     for pattern, meaning in MISTAKES:
@@ -198,6 +247,25 @@ def cause_of(message: str) -> str:
             close = difflib.get_close_matches(name.rpartition(".")[2], set(known_names()) - {name}, n=1)
             return f"{key}: {name} {meaning}. {f'Did you mean {close[0]}?' if close else 'Correct it.'}"
     return wrong_value(key, key.rpartition(".")[2], message)
+
+
+def cause_beside(message: str) -> str:
+    """The same where the setting is none of the model's."""
+    found = re.search(r"(?:Group|Subcommand) '([\w.]+)' does not accept option '([\w.]+)'", message)
+    name = (
+        ".".join(found.groups())
+        if found
+        else next(iter(re.findall(r"unrecognized arguments: -+([\w.]+)", message)), "")
+    )
+    if not name:
+        return ""
+    *groups, last = name.split(".")
+    group = groups[-1] if groups else ""
+    kinds: dict[str, type] = {"data": TaskDataModule, "trainer": Trainer}
+    known = [*inspect.signature(kinds[group]).parameters] if group in kinds else FLAGS
+    close = difflib.get_close_matches(last, known, n=1)
+    where = f"{group}: " if group in kinds else ""
+    return f"{where}{last} is not a setting. {f'Did you mean {close[0]}?' if close else 'Leave it out.'}"
 
 
 def flags(key: str, names: str) -> str:
@@ -239,4 +307,5 @@ def main(args: ArgsType = None) -> None:
     quiet_libraries()
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: functions of the user's are named by import path
-    CooperativeCLI(args)
+    with sturdy_output():
+        CooperativeCLI(args)

@@ -26,6 +26,8 @@ from comlrl_lightning.callbacks import (
     RolloutProgress,
     SaveAgents,
 )
+from comlrl_lightning.files import Place, claim
+from comlrl_lightning.reports import say, sturdy_output
 from comlrl_lightning.tasks import length_ratio
 from comlrl_lightning.utilities.quiet import quiet_libraries
 
@@ -64,7 +66,7 @@ def demo(model: str | None, seed: int, out: Path, max_epochs: int = 6) -> dict[s
         lr_scheduler=partial(LinearLR, start_factor=1.0, end_factor=0.1, total_iters=len(items) // 4 * max_epochs),
         seed=seed,
     )
-    curve = RewardCurve(out / "reward-curve.png")
+    curve, export = RewardCurve(out / "reward-curve.png"), JSONExport(out / "metrics.json")
     trainer = Trainer(
         max_epochs=max_epochs,
         accelerator="auto" if model else "cpu",
@@ -74,7 +76,7 @@ def demo(model: str | None, seed: int, out: Path, max_epochs: int = 6) -> dict[s
         callbacks=[
             EvalInterval(len(items)),
             EvalMetrics(length_ratio.eval_logger, length_ratio.eval_aggregator),
-            JSONExport(out / "metrics.json"),
+            export,
             CompletionsTable(out / "completions.jsonl", num_on_screen=2),
             RolloutProgress(),
             SaveAgents(out / "agents"),
@@ -92,7 +94,7 @@ def demo(model: str | None, seed: int, out: Path, max_epochs: int = 6) -> dict[s
         "first_quarter": fmean(rewards[:quarter]),
         "last_quarter": fmean(rewards[-quarter:]),
     }
-    (out / "metrics.json").write_text(json.dumps({**summary, **metrics}, indent=2) + "\n")
+    export.path.write_text(json.dumps({**summary, **metrics}, indent=2) + "\n")
     return summary
 
 
@@ -113,12 +115,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     quiet_libraries()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
-    rewards = demo(options.model, options.seed, options.out, options.epochs)
-    print(
+    with sturdy_output():
+        _run(options.model, options.seed, options.out, options.epochs)
+
+
+def _run(model: str | None, seed: int, out: Path, max_epochs: int) -> None:
+    """Run the demonstration, in place of a former one, and say what came out."""
+    place, _lock = claim(Place.of(out), "The demonstration")  # held while this runs
+    if place.exists():
+        say(f"{place} holds a former run, which this one replaces\n")
+        warnings.filterwarnings("ignore", message=".* of another run, which this one")
+    rewards = demo(model, seed, place.local, max_epochs)
+    say(
         f"mean reward on held-out tasks: {rewards['before']:.3f} before, {rewards['after']:.3f} after training\n"
         f"mean reward in training: {rewards['first_quarter']:.3f} in the first quarter, "
         f"{rewards['last_quarter']:.3f} in the last\n"
-        f"written to {options.out}: metrics.json, metrics.jsonl, completions.jsonl, reward-curve.png, agents/, logs/"
+        f"written to {place}: metrics.json, metrics.jsonl, completions.jsonl, reward-curve.png, agents/, logs/\n"
     )
 
 

@@ -48,6 +48,8 @@ UNPARSED = "unparsed_share"
 """Where one model answers for all agents: share of its completions in which no answer was found."""
 REWARD_TIMEOUTS = "reward_timeouts"
 """Where a reward stands for them: calls of the reward function, per batch and process, that ran out of time."""
+LEFT_OUT = "left_out"
+"""With ``reward_none="skip"``: joint completions, per batch and process, that were left out of their groups."""
 TIME_METRICS = ("generation", "reward", "update")
 """Under ``time/``: seconds per training step."""
 
@@ -110,12 +112,13 @@ def training_keys(num_turns: int, num_agents: int, with_kl: bool, parts: Iterabl
         *(f"time/{name}" for name in TIME_METRICS),
         "nonfinite_updates",
         REWARD_TIMEOUTS,
+        LEFT_OUT,
     ]
 
 
 def evaluation_keys(num_turns: int, with_kl: bool, parts: Iterable[str] = ()) -> list[str]:
     """All keys that an evaluation can log, without their prefix ``eval/``."""
-    return [*turn_keys(num_turns, with_kl), *map(part_key, parts), "final_reward_mean", REWARD_TIMEOUTS]
+    return [*turn_keys(num_turns, with_kl), *map(part_key, parts), "final_reward_mean", REWARD_TIMEOUTS, LEFT_OUT]
 
 
 def turn_keys(num_turns: int, with_kl: bool) -> list[str]:

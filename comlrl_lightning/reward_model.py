@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
+from comlrl_lightning.agents.prompts import starts_with_bos
+from comlrl_lightning.keywords import KnownKeywords
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -14,7 +17,7 @@ Template = str | Callable[[Mapping[str, Any], Sequence[str]], Any]
 """A text with fields, or a function of the task item and the `[N]` completions that returns a text or chat messages."""
 
 
-class RewardModel:
+class RewardModel(KnownKeywords):
     """Scores joint completions with a model that has a single-score classification head.
 
     It is used as it is: nothing trains, saves or casts it, and a loaded model stays where it is.
@@ -89,6 +92,7 @@ class RewardModel:
         text, chat = self._text(item, completions), False
         if not isinstance(text, str):
             text, chat = self._tokenizer.apply_chat_template(text, tokenize=False), True
+        chat = chat or starts_with_bos(self._tokenizer, text)  # a function may have used the template, too
         cut = self._max_length is not None
         tokens = self._tokenizer(text, add_special_tokens=not chat, truncation=cut, max_length=self._max_length)
         ids: list[int] = tokens["input_ids"]
@@ -146,6 +150,8 @@ def _tokenizer(model_name: str | Any, tokenizer: str | Any | None) -> Any:
 def _load(name: str, model_kwargs: Mapping[str, Any], tokenizer: Any) -> Any:
     from transformers import AutoModelForSequenceClassification
 
+    from comlrl_lightning.agents.whole_weights import check_report
+
     loaded = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **model_kwargs)
     model, report = loaded
     if report["missing_keys"]:
@@ -153,6 +159,7 @@ def _load(name: str, model_kwargs: Mapping[str, Any], tokenizer: Any) -> Any:
             f"model_name={name} lacks the weights {sorted(report['missing_keys'])}, which would be random. "
             "Give a trained reward model."
         )
+    check_report(f"model_name={name}", model, report)
     config = model.config.get_text_config()
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

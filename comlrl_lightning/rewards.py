@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.reward_model import RewardModel
 from comlrl_lightning.utilities.calls import Place, UserFunction, finite_floats
 from comlrl_lightning.utilities.checks import is_finite
@@ -33,7 +34,7 @@ RewardProcessor = Callable[[float], float]
 
 
 @dataclass(frozen=True)
-class Scale:
+class Scale(KnownKeywords):
     """Multiplies each reward."""
 
     factor: float
@@ -48,7 +49,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Shift:
+class Shift(KnownKeywords):
     """Adds a constant to each reward."""
 
     value: float
@@ -63,7 +64,7 @@ class Shift:
 
 
 @dataclass(frozen=True)
-class Clip:
+class Clip(KnownKeywords):
     """Keeps each reward within bounds."""
 
     low: float
@@ -84,7 +85,7 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class Chain:
+class Chain(KnownKeywords):
     """Applies several processors, the first one first."""
 
     processors: Sequence[RewardProcessor]
@@ -143,11 +144,11 @@ class PartSums:
     """J."""
 
 
-_COLLECTING: ContextVar[tuple[WeightedRewards, list[PartSums]] | None] = ContextVar("_COLLECTING", default=None)
-"""Whose calls, in this thread, leave their parts in a list."""
+_COLLECTING: ContextVar[tuple[WeightedRewards, list[PartSums], bool] | None] = ContextVar("_COLLECTING", default=None)
+"""Whose calls, in this thread, leave their parts in a list, and whether parts may be None there."""
 
 
-class WeightedRewards:
+class WeightedRewards(KnownKeywords):
     """A weighted sum of several rewards; the mean of each part is logged under ``reward/``.
 
     Args:
@@ -207,7 +208,7 @@ class WeightedRewards:
         batch_items: Sequence[Mapping[str, Any]] | None = None,
         prompts: Sequence[Any] | None = None,
         turn: int | None = None,
-    ) -> list[float]:
+    ) -> Sequence[float | None]:
         """`[J]` weighted sums of the parts' rewards; a part gets the keywords that this call got."""
         if not self._functions:
             self.check(len(completions))
@@ -215,22 +216,29 @@ class WeightedRewards:
         keywords = {name: value for name, value in given.items() if value is not None}
         place = Place(batch_items[0] if batch_items else {}, None, turn)
         num_joint = len(completions[0])
-        totals, sums = [0.0] * num_joint, {}
+        collecting = _COLLECTING.get()
+        is_collecting = collecting is not None and collecting[0] is self
+        none_as_nan = collecting is not None and is_collecting and collecting[2]
+        totals, by_name = [0.0] * num_joint, {}
         for name, function in self._functions.items():
             values = function(place, *completions, **keywords)
-            rewards = finite_floats(values, num_joint, function.label, place)
-            sums[name] = math.fsum(rewards)
+            by_name[name] = rewards = finite_floats(values, num_joint, function.label, place, none_as_nan=none_as_nan)
             totals = [total + self.weights[name] * reward for total, reward in zip(totals, rewards, strict=True)]
-        collecting = _COLLECTING.get()
-        if collecting is not None and collecting[0] is self:
-            collecting[1].append(PartSums(sums, num_joint))
-        return totals
+        known = [index for index, total in enumerate(totals) if not math.isnan(total)]
+        if collecting is not None and is_collecting:
+            sums = {name: math.fsum(rewards[index] for index in known) for name, rewards in by_name.items()}
+            collecting[1].append(PartSums(sums, len(known)))
+        return [None if math.isnan(total) else total for total in totals] if none_as_nan else totals
 
     @contextmanager
-    def collected(self) -> Iterator[list[PartSums]]:
-        """Calls of this thread inside the context add the sums of their parts to a list."""
+    def collected(self, none_as_nan: bool = False) -> Iterator[list[PartSums]]:
+        """Calls of this thread inside the context add the sums of their parts to a list.
+
+        Args:
+            none_as_nan: A joint completion for which any part is None gets None and counts in no part's mean.
+        """
         parts: list[PartSums] = []
-        token = _COLLECTING.set((self, parts))
+        token = _COLLECTING.set((self, parts, none_as_nan))
         try:
             yield parts
         finally:

@@ -64,13 +64,15 @@ class Node:
     turn: int
     """Turn, from 1."""
     path: tuple[int, ...]
-    """Joint completions chosen on the way here, one index per former turn; in a trajectory this turn's too."""
+    """Joint completions chosen on the way here, one index per former turn; in a trajectory this turn's too. They count
+    those that are left out of their group for want of a reward."""
     parent: tuple[int, int] | None
     """Position in `Rollouts.nodes` of the parent and the index of its joint completion; None at turn 1."""
     prompts: tuple[Prompt, ...]
     """`[N]` prompts as the formatters returned them."""
     completions: tuple[tuple[Completion, ...], ...]
-    """`[N][K]` completions; `[1][K]` of a model that answers for all."""
+    """`[N][K]` completions; `[1][K]` of a model that answers for all. Where joint completions are left out for want of
+    a reward, K may differ between agents."""
     joint: tuple[tuple[int, ...], ...]
     """`[J][N]` index of each agent's completion in each joint completion; `[J][1]` of a model that answers for all."""
     rewards: tuple[float, ...]
@@ -119,6 +121,8 @@ class Rollouts:
     """Completions of a model that answers for all in which no agent's answer was found."""
     num_late: int | None = None
     """Calls of the reward function that ran out of time; None where that is an error."""
+    num_left_out: int | None = None
+    """Joint completions that were left out because rewards were None; None where that is an error."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Mean of each part of `WeightedRewards` over all joint completions; empty for other rewards."""
 
@@ -181,6 +185,7 @@ def merge_rollouts(parts: Iterable[Rollouts]) -> Rollouts:
         parent = None if node.parent is None else (moved[part, node.parent[0]], node.parent[1])
         nodes.append(replace(node, task=slot[part, node.task], parent=parent))
     late = [part.num_late for part in parts if part.num_late is not None]
+    left_out = [part.num_left_out for part in parts if part.num_left_out is not None]
     return Rollouts(
         tuple(parts[part].items[task] for _, part, task in tasks),
         tuple(index for index, _, _ in tasks),
@@ -189,6 +194,7 @@ def merge_rollouts(parts: Iterable[Rollouts]) -> Rollouts:
         sum(part.reward_seconds for part in parts),
         sum(part.num_unparsed for part in parts),
         sum(late) if late else None,
+        sum(left_out) if left_out else None,
         _merged_parts(parts),
     )
 

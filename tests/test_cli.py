@@ -193,7 +193,8 @@ def test_help_answers_in_ten_seconds() -> None:
 def test_saved_configuration_runs_again(config: str, tmp_path: Path) -> None:
     main(["fit", "--config", config, "--trainer.limit_train_batches", "1"])
     first = weights(tmp_path / "agents")
-    main(["fit", "--config", str(tmp_path / "run-config.yaml")])
+    main(["fit", "--config", str(tmp_path / "lightning_logs" / "version_0" / "run-config.yaml")])
+    assert (tmp_path / "lightning_logs" / "version_1" / "run-config.yaml").is_file()
     torch.testing.assert_close(weights(tmp_path / "agents"), first, rtol=0, atol=0)
 
 
@@ -286,6 +287,10 @@ def test_printed_configuration_names_functions_by_import_path(config: str, capsy
         ("model.reward_func", "nosuch.reward", "model.reward_func: No module named 'nosuch' and so the import path"),
         ("data.train_dataset", "nosuch.items", "train_dataset='nosuch.items' is not the import path of a function"),
         ("model.num_generation", "3", "model: num_generation is not a setting. Did you mean num_generations?"),
+        ("data.batchsize", "3", "data: batchsize is not a setting. Did you mean batch_size?"),
+        ("trainer.maxepochs", "3", "trainer: maxepochs is not a setting. Did you mean max_epochs?"),
+        ("modle", "MAGRPO", "modle is not a setting. Did you mean model?"),
+        ("unheard", "3", "unheard is not a setting. Leave it out."),
         ("model", "MAGRP", "model: MAGRP is neither a known name nor an import path. Did you mean MAGRPO?"),
         ("model.agents.num_agents", "two", "model.agents.num_agents: the value is not of type int. Correct it."),
         ("model.agents.num_agent", "3", "model.agents: num_agent is not a setting. Did you mean num_agents?"),
@@ -300,6 +305,55 @@ def test_mistakes_end_with_their_cause(
     error = error_of(capsys, "fit", "--config", config, f"--{flag}", value)
     assert message in error.splitlines()[-1]
     assert "Traceback" not in error
+
+
+def test_so_do_those_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "wrong.yaml").write_text("data: {train_dataset: some.items, batchsize: 3}")
+    error = error_of(capsys, "fit", "--config", str(tmp_path / "wrong.yaml"))
+    assert error.splitlines()[-1] == "data: batchsize is not a setting. Did you mean batch_size?"
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "expected"),
+    [
+        # Agents of their own train all weights; the shared base's adapters were no setting of the file.
+        (
+            "quickstart",
+            ["agents", "Separate", "agents.models", "[story-model, story-model]"],
+            {"agents": {"models": ["story-model"] * 2, "lora": None, "tokenizers": None}},
+        ),
+        # Its advantages are normalized per group, or as the algorithm wants.
+        (
+            "marlhf_maac_rounds",
+            ["policy", "CriticFree"],
+            {"policy": {"algorithm": "MAGRPO", "joint_mode": "aligned", "advantage_normalization": None}},
+        ),
+        ("maac_length_ratio", ["critic", "ModelCritic", "critic.model", "story-model"], {"critic": {"lora": None}}),
+        # What was written stays, where the other class has it, too.
+        ("madpo_rounds", ["replay", "AllHistory"], {"replay": {"sample_size": None, "weigh_by_size": False}}),
+        ("written", ["agents", "Separate", "agents.models", "[story-model]"], {"agents": {"dtype": "float32"}}),
+        ("written", ["critic", "AdapterCritic"], {"critic": {"max_tokens": 7}}),
+    ],
+)
+def test_a_changed_class_has_its_own_defaults(
+    name: str, flags: list[str], expected: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(__file__).parent.parent / "configs" / f"{name}.yaml"
+    if name == "written":
+        path = tmp_path / "written.yaml"
+        path.write_text(
+            "model: {class_path: IAC, init_args: {agents: {class_path: SharedBase, init_args: {model: story-model,"
+            " num_agents: 1, dtype: float32}}, critic: {class_path: ModelCritic, init_args: {model: story-model,"
+            " max_tokens: 7}}}}"
+        )
+    given = [f"--model.{flag}" if place % 2 == 0 else flag for place, flag in enumerate(flags)]
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--config", str(path), *given, "--print_config"])
+    assert ended.value.code == 0
+    settings = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]
+    for setting, values in expected.items():
+        found = settings[setting]["init_args"]
+        assert {key: found[key] for key in values} == values
 
 
 def test_missing_settings_are_named_last_and_nothing_is_dumped(capsys: pytest.CaptureFixture[str]) -> None:
@@ -345,8 +399,8 @@ def test_messages_without_a_known_cause_stay_as_they_are() -> None:
             "marlhf_length_ratio",
             ["reward_model.model", "ModelCritic", "reward_model.model.model", "story-model"],
             # The adapter of the default, another class, must not come along.
-            "class_path: comlrl_lightning.ModelCritic\n        init_args:\n          model: story-model\n"
-            "          models: null\n          lora: null\n",
+            "class_path: comlrl_lightning.ModelCritic\n          init_args:\n            model: story-model\n"
+            "            models: null\n            lora: null\n",
         ),
         ("maac_length_ratio", ["critic", "ModelCritic", "critic.model", "story-model"], "lora: null"),
         ("madpo_rounds", ["comparator", "FrozenCopy", "replay", "NearestK", "replay.k", "2"], "k: 2"),

@@ -62,12 +62,12 @@ def test_file_fits_a_screen_and_parses(path: Path, workplace: Path, capsys: pyte
 @pytest.mark.parametrize("path", [path for path in CONFIGS if path.name not in HUB], ids=lambda path: path.stem)
 def test_two_steps(path: Path, workplace: Path) -> None:
     main(["fit", "--config", str(path), *shortened(path)])
-    run = workplace / "runs" / path.stem
+    run = workplace / "runs" / path.stem / "version_0"
     metrics = json.loads((run / "eval-metrics.json").read_text())
     assert 0 <= metrics["eval/turn_1/reward_mean"] <= 1
     for agent in range(2):
         assert list((run / "agents" / f"agent_{agent}").glob("*.safetensors"))
-    (csv,) = run.rglob("metrics.csv")
-    assert "turn_1/reward_mean" in csv.read_text()
+    assert "turn_1/reward_mean" in (run / "metrics.csv").read_text()
+    assert (run / "run-config.yaml").is_file()
     if "num_candidates" in path.read_text():
         assert json.loads((run / "rounds" / "round_0001.json").read_text())["num_pairs"]

@@ -11,7 +11,7 @@ import datasets
 import pytest
 import torch
 
-from comlrl_lightning.data.datamodule import EpochPosition, SizedTaskLoader, TaskDataModule, TaskLoader
+from comlrl_lightning.data.datamodule import EpochPosition, Place, SizedTaskLoader, TaskDataModule, TaskLoader
 from comlrl_lightning.data.splits import Split
 
 Kind = Literal["table", "stream"]
@@ -230,9 +230,12 @@ class TestRanks:
 
     def test_the_trainer_says_which_rank_it_is(self) -> None:
         data = TaskDataModule(rows(4), rows(3))
-        progress = SimpleNamespace(epoch_progress=SimpleNamespace(current=SimpleNamespace(processed=2)))
+        epochs = SimpleNamespace(current=SimpleNamespace(processed=2))
+        batches = SimpleNamespace(batch_progress=SimpleNamespace(total=SimpleNamespace(processed=8)))
+        progress = SimpleNamespace(epoch_progress=epochs, epoch_loop=batches)
         ranks = {"num_replicas": 2, "rank": 1}
         data.trainer = SimpleNamespace(distributed_sampler_kwargs=ranks, fit_loop=progress)  # type: ignore[assignment]
+        assert data.train_dataloader().state_dict()["batches"] == 8
         assert [(batch.epoch, batch.indices) for batch in data.train_dataloader()] == [(2, [1]), (2, [3])]
         assert [batch.indices for batch in data.val_dataloader()] == [[1], []]  # type: ignore[union-attr]
 
@@ -291,9 +294,15 @@ class TestPosition:
 
     def test_the_last_batch_ends_the_epoch(self) -> None:
         # also when it comes early, as with limit_train_batches
-        batches = loader(5, 2, position=EpochPosition(3))
-        next(iter(batches)).mark_trained(last=True)
-        assert (batches.state_dict()["epoch"], batches.state_dict()["position"]) == (4, 0)
+        position = EpochPosition(3, batches=9)
+        next(iter(loader(5, 2, position=position))).mark_trained(last=True)
+        assert position.now == Place(4, 0, batches=10, cut_at=2)
+
+    def test_rows_that_are_gone_are_an_error(self) -> None:
+        position = EpochPosition()
+        position.now = Place(0, 3)
+        with pytest.raises(ValueError, match="train_dataset has ended before item 3, where the checkpoint was saved"):
+            next(iter(loader(3, kind="stream", position=position)))
 
     def test_the_end_of_the_dataset_ends_the_epoch_too(self) -> None:
         batches = loader(2, kind="stream", position=EpochPosition())
@@ -305,9 +314,9 @@ class TestPosition:
         position = EpochPosition(1)
         position.advance(1, 4, last=False)
         position.set_epoch(1)
-        assert (position.epoch, position.items) == (1, 4)
+        assert position.now == Place(1, 4, batches=1)
         position.set_epoch(2)
-        assert (position.epoch, position.items) == (2, 0)
+        assert position.now == Place(2, 0, batches=1)
 
     def test_the_state_is_plain(self) -> None:
         batches = loader(5, 2, position=EpochPosition())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +271,28 @@ class TestYaml:
         monkeypatch.syspath_prepend(tmp_path)
         with pytest.raises(ModuleNotFoundError, match="a_library_that_is_missing"):
             TaskDataModule("broken_tasks.rows")
+
+
+class TestOverfitting:
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("shuffle", [False, True])
+    def test_the_same_items_in_each_epoch(self, kind: Kind, shuffle: bool) -> None:
+        data = TaskDataModule(dataset(6, kind), shuffle=shuffle)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            module = fit(data, overfit_batches=2, max_epochs=3)
+        assert [indices for _, _, _, indices, _, _ in module.seen] == [[0], [1]] * 3
+        heard = [str(one.message) for one in caught if "shuffl" in str(one.message)]
+        # Lightning would say that it turned off a shuffling that it cannot turn off, or that was never on.
+        assert len(heard) == int(shuffle)
+        assert all(
+            "overfit_batches=2) trains the same items in each epoch: shuffle=True is off" in one for one in heard
+        )
+
+    def test_another_trainer_shuffles_again(self) -> None:
+        data = TaskDataModule(rows(20), shuffle=True)
+        with pytest.warns(UserWarning, match="shuffle=True is off"):
+            fit(data, overfit_batches=2, max_epochs=1)
+        module = fit(data, max_epochs=1)
+        indices = [index for _, _, _, batch, _, _ in module.seen for index in batch]
+        assert indices != sorted(indices) == list(range(20))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from comlrl_lightning.environment.prompts import Formatters, RewardFunction, read_prompt
-from comlrl_lightning.rewards import RewardProcessors
+from comlrl_lightning.environment.prompts import Formatters, RewardFunction, Transition, read_prompt
+from comlrl_lightning.rewards import RewardProcessors, WeightedRewards
 
 ITEM = {"prompt": "p", "target": 3}
 PAIR = [["a1", "a2"], ["b1", "b2"]]
@@ -165,11 +166,18 @@ class TestRewardValues:
         assert all(type(reward) is float for reward in rewards)
 
     @pytest.mark.parametrize(
+        "values", [[True, False], [np.True_, np.False_], np.array([True, False]), torch.tensor([True, False])]
+    )
+    def test_booleans_are_1_and_0(self, values: Any) -> None:
+        rewards = score(lambda a, b: values)
+        assert rewards == [1.0, 0.0]
+        assert all(type(reward) is float for reward in rewards)
+
+    @pytest.mark.parametrize(
         ("values", "problem"),
         [
-            ([1.0, True], "gave True .* not a number"),
-            ([np.True_, 1.0], "not a number"),
-            (torch.tensor([True, False]), "gave True"),
+            ([1e300, 1.0], r"gave 1e\+300 .* beyond 3.40e\+38, .* Return smaller rewards"),
+            (np.array([1.0, -1e40]), r"gave -1e\+40"),
             ([None, 1.0], "gave None"),
             (["1.0", 1.0], "gave '1.0'"),
             ([1.0, 1j], "gave 1j"),
@@ -343,3 +351,44 @@ class TestFormatters:
             Formatters(lambda item: item["missing"], 1).format(ITEM, 0, item_index=9, turn=1)
         assert "formatters=" in error.value.__notes__[0]
         assert "task item 9" in error.value.__notes__[0]
+
+
+async def awaited(*completions: Any) -> list[float]:
+    return [0.0] * len(completions[0])
+
+
+async def generated(*completions: Any) -> Any:
+    yield [0.0] * len(completions[0])
+
+
+class Asks:
+    async def __call__(self, *completions: Any) -> list[float]:
+        return [0.0] * len(completions[0])
+
+    async def ask(self, *completions: Any) -> list[float]:
+        return [0.0] * len(completions[0])
+
+
+ASYNC: list[Any] = [awaited, generated, Asks(), Asks().ask, partial(awaited)]
+
+
+class TestAsyncFunctions:
+    @pytest.mark.parametrize("function", ASYNC)
+    @pytest.mark.parametrize(
+        "take",
+        [
+            lambda function: RewardFunction(function, 2),
+            lambda function: RewardFunction(WeightedRewards({"a": function}), 2),
+            lambda function: RewardFunction(lambda *_: [0.0], 2, function),
+            lambda function: Formatters(function, 2),
+            lambda function: Transition(function, 2),
+            RewardProcessors.chain,
+        ],
+    )
+    def test_they_are_refused_at_construction(self, function: Any, take: Callable[[Any], Any]) -> None:
+        with pytest.raises(ValueError, match=r" is an async function, .* Give a function that runs it"):
+            take(function)
+
+    def test_what_hides_one_is_found_at_the_first_call(self) -> None:
+        with pytest.raises(ValueError, match=r"returned a coroutine for task item .* Give a function that runs it"):
+            score(lambda a, b: awaited(a, b))

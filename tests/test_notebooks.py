@@ -8,6 +8,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.waiting import PATIENCE_SECONDS
+
 NOTEBOOKS = sorted(Path(__file__).parents[1].glob("notebooks/*.ipynb"))
 
 
@@ -18,7 +20,8 @@ def test_there_are_notebooks() -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path, tmp_path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=150, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    limits = {"timeout": int(PATIENCE_SECONDS), "startup_timeout": int(PATIENCE_SECONDS)}
+    NotebookClient(notebook, **limits, resources={"metadata": {"path": str(tmp_path)}}).execute()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

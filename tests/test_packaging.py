@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.imported import imports
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "comlrl_lightning"
@@ -113,15 +116,30 @@ def test_tasks_import_neither_torch_nor_lightning() -> None:
     assert run_python(code) == "[]\n"
 
 
-def imports(path: Path) -> set[str]:
-    """Full names of the modules that a file imports, wherever it does."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return names
+IMPORTING = """
+import os.path
+from a.b import c as d, e
+def inside():
+    class Deeper:
+        from f import g
+"""
+
+
+def test_imports_are_found_while_others_parse(tmp_path: Path) -> None:
+    (tmp_path / "importing.py").write_text(IMPORTING + "print()\n" * 3000)
+    threshold = gc.get_threshold()
+
+    def parses_too(phase: str, info: dict[str, int]) -> None:
+        ast.parse("x = 1")
+
+    gc.callbacks.append(parses_too)
+    gc.set_threshold(50)
+    try:
+        found = imports(tmp_path / "importing.py")
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(parses_too)
+    assert found == {"os.path", "a.b", "a.b.c", "a.b.e", "f", "f.g"}
 
 
 @pytest.mark.parametrize(

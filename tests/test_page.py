@@ -134,7 +134,7 @@ def test_a_plain_trainer_does_what_it_looks_like(split: Any) -> None:
     assert all(set(item) == {"prompt", "target_min", "target_max"} for item in SEEN)
 
     metrics = evaluate(module, data)
-    assert metrics == json.loads(Path("eval-metrics.json").read_text())
+    assert metrics == json.loads(Path(logger.log_dir, "eval-metrics.json").read_text())
     assert {"eval/turn_1/response_chars", "eval/turn_1/reward_mean", "eval/response_chars"} <= set(metrics)
     assert metrics == evaluate(module, data)
     assert metrics != evaluate(module, data, seed=1)

@@ -73,11 +73,7 @@ class TestProcessors:
             RewardProcessors.chain(Scale(1.0), RewardProcessors.scale)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
-        "name",
-        [
-            "comlrl_lightning.rewards.RewardProcessors.scale",
-            "comlrl_lightning.rewards.Scale",
-        ],
+        "name", ["comlrl_lightning.rewards.RewardProcessors.scale", "comlrl_lightning.rewards.Scale"]
     )
     def test_yaml_names_them(self, name: str) -> None:
         parser = ArgumentParser()
@@ -255,6 +251,14 @@ class TestRewardModel:
         with torch.no_grad():
             expected = model(input_ids=torch.tensor([ids])).logits.item()
         assert reward(["a"], batch_items=[ITEM]) == pytest.approx([expected], abs=1e-5)
+
+    def test_a_function_may_use_the_template_itself(self) -> None:
+        model, tokenizer = reward_model().eval(), tiny_tokenizer(chat=True)
+        messages = [{"role": "user", "content": "a"}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        given: list[Any] = [text, messages]
+        first, second = (RewardModel(model, lambda item, texts, one=one: one, tokenizer) for one in given)
+        assert first(["a"], batch_items=[ITEM]) == second(["a"], batch_items=[ITEM])
 
     def test_long_texts_are_cut_as_the_tokenizer_cuts(self) -> None:
         model, tokenizer = reward_model().eval(), tiny_tokenizer()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comlrl_lightning.agents.attention import HALF
+from comlrl_lightning.utilities.quiet import without_noise
 
 FEW_ROWS = 16
 """Rows up to which small products in half precision are slower than in float32, as measured on a CPU."""
@@ -202,8 +203,9 @@ class Adapters:
 
     def add_reference(self) -> None:
         """Add a frozen copy of every agent's adapter as it is now."""
-        for name in self.names:
-            self.network.add_adapter(name + REFERENCE, self.network.peft_config[name])
+        with without_noise():
+            for name in self.names:
+                self.network.add_adapter(name + REFERENCE, self.network.peft_config[name])
         parameters = dict(self.network.named_parameters())
         for path, parameter in parameters.items():
             parts = path.split(".")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,8 +27,10 @@ class GenerationRequest:
     """Its prompt, as the formatter returned it."""
     keys: tuple[tuple[int, ...], ...]
     """`[K]` integers that seed each completion by itself."""
-    prefixes: Any = None
+    prefixes: Any = field(default=None, compare=False, repr=False)
     """Keys and values that the native loop keeps from the turn before; other engines ignore them."""
+    place: object | None = field(default=None, compare=False, repr=False)
+    """Task item and turn, for messages."""
 
 
 @dataclass(frozen=True, slots=True)

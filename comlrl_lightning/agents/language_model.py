@@ -17,9 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from comlrl_lightning.agents.adapters import REFERENCE, Adapters, Grouping
 from comlrl_lightning.agents.attention import HALF, use_quick_attention
+from comlrl_lightning.agents.fingerprints import base_parameters, weights_sample
 from comlrl_lightning.agents.kv_cache import RoomyLayer, fixed_rotations, new_cache, rotation_is_fixed, sees_everything
 from comlrl_lightning.agents.modes import in_evaluation_mode, switch_off_dropout
 from comlrl_lightning.agents.prompts import PromptEncoder
+from comlrl_lightning.agents.whole_weights import listed, not_finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -61,6 +63,10 @@ class LanguageModel(nn.Module):
         self.adapters = Adapters(network, names) if isinstance(network, PeftModel) else None
         self.frozen: LanguageModel | None = None
         self.has_reference = isinstance(network, PeftModel) and reference == "base"
+        self.base_sample = (
+            [] if self.adapters is None else weights_sample(base_parameters(self.adapters.network).values())
+        )
+        """A few values of every weight below the adapters, as they were loaded."""
         switch_off_dropout(network)
         checkpointed = [one for one in self.causal.modules() if vars(one).get("gradient_checkpointing")]
         for module in checkpointed:
@@ -272,6 +278,10 @@ class LanguageModel(nn.Module):
         errors, is_rounded = self._decoding_errors(), self.causal.dtype in HALF
         # Rounding may send a token to other experts, but hardly in most texts.
         worst = float(errors.median(dim=1).values.max() if is_rounded else errors.max())
+        if errors.isnan().any():
+            raise ValueError(
+                f"The logits of {type(self.causal).__name__} are not finite. {self.reason_not_finite(trained=False)}"
+            )
         what = (
             f"{type(self.causal).__name__} reads texts otherwise beside longer ones, or token by token, than alone and"
             " at once"
@@ -287,6 +297,25 @@ class LanguageModel(nn.Module):
                 " refused if this is more than rounding.",
                 stacklevel=2,
             )
+
+    def reason_not_finite(self, *, trained: bool = True) -> str:
+        """Why logits may not be finite, and what to do about it.
+
+        Args:
+            trained: Whether weights that require gradients may have changed since they were loaded.
+        """
+        weights = [(name, weight) for name, weight in self.causal.named_parameters() if type(weight.data) is Tensor]
+        named = [(name.replace(".base_layer", ""), weight) for name, weight in weights]
+        if frozen := not_finite((name, weight) for name, weight in named if not (trained and weight.requires_grad)):
+            return f"The model itself holds NaN or infinity in {listed(frozen)}. Load an intact one."
+        if broken := not_finite(named):
+            return f"Training has made {listed(broken)} NaN or infinite. Lower the learning rate."
+        if self.causal.dtype == torch.float64:
+            return (
+                "All weights are. In 64 bits, attention of transformers hides padding by a number that is minus"
+                ' infinity in 32 bits. Use dtype="float32" and Trainer(precision="32-true").'
+            )
+        return "All weights are. Use a wider dtype, or lower the learning rate."
 
     @torch.no_grad()
     def _decoding_errors(self, num_texts: int = 8, length: int = 8, start: int = 3) -> Tensor:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from comlrl_lightning.agents.adapter_folders import load_adapters
 from comlrl_lightning.agents.decoding.engines import LOOPS
 from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
+from comlrl_lightning.agents.layer_names import check_layer_names
 from comlrl_lightning.agents.prompts import PromptEncoder
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase, TeamSettings, is_name
 from comlrl_lightning.agents.team import AgentTeam
+from comlrl_lightning.agents.whole_weights import check_report
 from comlrl_lightning.assets import STORY_MODEL, story_model_path
 from comlrl_lightning.critics.settings import ModelCritic
+from comlrl_lightning.utilities.quiet import without_noise
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -31,7 +33,12 @@ def load_models(settings: SharedBase | Separate) -> list[LanguageModel]:
     """One language model for a shared base, one per agent otherwise."""
     if isinstance(settings, SharedBase):
         return [_load_shared(settings)]
-    return [_load_separate(settings, agent) for agent in range(settings.num_agents)]
+    models = [_load_separate(settings, agent) for agent in range(settings.num_agents)]
+    # Models of several kinds may share settings: a name must be one in any of those that get new adapters.
+    fresh = [one.causal for one, given in zip(models, settings.models, strict=True) if adapter_config(given) is None]
+    if settings.lora is not None and fresh:
+        check_layer_names("Separate(lora=LoraSettings", settings.lora, fresh)
+    return models
 
 
 def located(model: Any) -> Any:
@@ -48,7 +55,7 @@ def located(model: Any) -> Any:
     looks_like_folder = isinstance(model, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_like_folder and not Path(name).exists():
         raise ValueError(f"The model {name!r} is neither a folder nor a hub name. Correct the path.")
-    return name
+    return _absolute(name) if Path(name).is_dir() else name
 
 
 def _load_shared(settings: SharedBase) -> LanguageModel:
@@ -59,12 +66,14 @@ def _load_shared(settings: SharedBase) -> LanguageModel:
             f"SharedBase(model={str(settings.model)!r}) is an adapter folder. Pass its base model, "
             "and the folder in adapters=[...], once per agent."
         )
-    base = load_base(settings, model, settings.dtype or "auto")
+    base = load_base(settings, model, settings.dtype or "auto", "all agents")
     agents = range(settings.num_agents)
     if settings.adapters is None:
+        check_layer_names("SharedBase(lora=LoraSettings", settings.lora, [base])
         network = new_adapters(base, settings.lora, [adapter_name(agent) for agent in agents])
     else:
-        network = load_adapters(base, {adapter_name(a): f for a, f in zip(agents, settings.adapters, strict=True)})
+        folders = {adapter_name(agent): folder for agent, folder in zip(agents, settings.adapters, strict=True)}
+        network = load_adapters(base, folders, shared=True)
     tokenizer = load_tokenizer(model if settings.tokenizer is None else settings.tokenizer)
     return _language_model(settings, network, tokenizer, agents, loaded=settings.adapters is not None)
 
@@ -73,12 +82,11 @@ def _load_separate(settings: Separate, agent: int) -> LanguageModel:
     model, name = located(settings.models[agent]), adapter_name(agent)
     given = None if settings.tokenizers is None else settings.tokenizers[agent]
     if (config := adapter_config(model)) is not None:
-        base_name, source = adapters_base(
-            config, model, f"Separate(models=...): the adapter folder {str(model)!r} of {name}"
-        )
-        network = load_adapters(load_base(settings, base_name, settings.dtype or "auto"), {name: str(model)})
+        owner = f"Separate(models=...): the adapter folder {str(model)!r} of {name}"
+        base, source = adapters_base(settings, config, model, owner)
+        network = load_adapters(base, {name: str(model)}, shared=False)
         return _language_model(settings, network, load_tokenizer(given or source), [agent], loaded=True)
-    base = load_base(settings, model, settings.dtype or ("float32" if settings.lora is None else "auto"))
+    base = load_base(settings, model, settings.dtype or ("float32" if settings.lora is None else "auto"), name)
     network = base.requires_grad_(True) if settings.lora is None else new_adapters(base, settings.lora, [name])
     return _language_model(settings, network, load_tokenizer(model if given is None else given), [agent], loaded=False)
 
@@ -91,7 +99,14 @@ def _language_model(
     *,
     loaded: bool,
 ) -> LanguageModel:
-    prompts = PromptEncoder(tokenizer, settings.chat_template_kwargs, settings.max_prompt_tokens, settings.long_prompts)
+    prompts = PromptEncoder(
+        tokenizer,
+        settings.chat_template_kwargs,
+        settings.max_prompt_tokens,
+        settings.long_prompts,
+        settings.special_tokens,
+        is_formatted=True,
+    )
     reference = ("initial" if loaded else "base") if settings.reference == "auto" else settings.reference
     model = LanguageModel(network, tokenizer, list(agents), prompts, reference)
     check_tokenizer(model, f"agent_{model.agents[0]}")
@@ -113,18 +128,30 @@ def check_tokenizer(model: LanguageModel, owner: str) -> None:
         )
 
 
-def load_base(settings: TeamSettings | ModelCritic, model: Any, dtype: str) -> PreTrainedModel:
+def load_base(
+    settings: TeamSettings | ModelCritic, model: Any, dtype: str, owner: str, *, needs_head: bool = True
+) -> PreTrainedModel:
     """A model by name or folder, or a loaded one that nobody has taken over.
 
+    Args:
+        settings: Whose model it is.
+        model: Name, folder or loaded model.
+        dtype: Number format of a model by name.
+        owner: Who stands on it, for messages.
+        needs_head: Whether its head must come with it.
+
     Raises:
-        ValueError: It is no model, or carries adapters.
+        ValueError: It is no model, carries adapters, or was saved in part.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
     if is_name(model):
-        arguments = {"dtype": dtype, **(settings.model_kwargs or {})}
-        return AutoModelForCausalLM.from_pretrained(located(model), **arguments)
+        arguments = {"dtype": dtype, **(settings.model_kwargs or {}), "output_loading_info": True}
+        loaded, report = AutoModelForCausalLM.from_pretrained(located(model), **arguments)
+        without = [] if needs_head else _head_names(loaded)
+        check_report(f"The model of {owner}, {str(model)!r},", loaded, report, without)
+        return loaded
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"{type(settings).__name__} got a model of type {type(model).__name__}. "
@@ -135,7 +162,19 @@ def load_base(settings: TeamSettings | ModelCritic, model: Any, dtype: str) -> P
             f"{type(settings).__name__} got a loaded {type(model).__name__} that carries adapters already, perhaps "
             "because another module took it over. Load a fresh one, or pass its name or folder."
         )
+    if Path(model.name_or_path).is_dir():  # adapters are saved with this name, and loaded from anywhere
+        model.name_or_path = _absolute(model.name_or_path)
     return model
+
+
+def _head_names(model: PreTrainedModel) -> list[str]:
+    head = model.get_output_embeddings()
+    own = [] if head is None else [*map(id, head.parameters())]
+    return [name for name, parameter in model.named_parameters() if id(parameter) in own]
+
+
+def _absolute(folder: str | Path) -> str:
+    return os.path.abspath(folder)
 
 
 def load_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
@@ -155,18 +194,35 @@ def adapter_config(model: Any) -> PeftConfig | None:
     return PeftConfig.from_pretrained(str(model))
 
 
-def adapters_base(config: PeftConfig, folder: Any, owner: str) -> tuple[str, Any]:
+def adapters_base(
+    settings: TeamSettings | ModelCritic, config: PeftConfig, folder: Any, owner: str, *, needs_head: bool = True
+) -> tuple[PreTrainedModel, Any]:
     """The base model of an adapter folder, and where its tokenizer is: in the folder or at the base.
 
+    Args:
+        settings: Whose model it is.
+        config: The adapter's configuration.
+        folder: The adapter folder, or its name.
+        owner: Whose it is, for messages.
+        needs_head: Whether the base's head must come with it.
+
     Raises:
-        ValueError: The folder does not name its base.
+        ValueError: The folder does not name its base, or there is no such model.
     """
     base_name = config.base_model_name_or_path
     if not base_name:
         raise ValueError(
             f"{owner} does not say which model it belongs to. Set base_model_name_or_path in its adapter_config.json."
         )
-    return base_name, folder if Path(folder, "tokenizer_config.json").is_file() else base_name
+    try:
+        base = load_base(settings, base_name, settings.dtype or "auto", owner, needs_head=needs_head)
+    except (OSError, ValueError) as error:
+        advice = "" if Path(base_name).is_absolute() else " A relative path counts from the working folder."
+        raise ValueError(
+            f"{owner} stands on base_model_name_or_path={base_name!r}, which cannot be loaded here: {error}{advice}"
+            " Correct it in its adapter_config.json."
+        ) from error
+    return base, folder if Path(folder, "tokenizer_config.json").is_file() else base_name
 
 
 def new_adapters(base: PreTrainedModel, lora: LoraSettings, names: list[str]) -> PeftModel:
@@ -178,15 +234,6 @@ def new_adapters(base: PreTrainedModel, lora: LoraSettings, names: list[str]) ->
         for name in names[1:]:
             network.add_adapter(name, deepcopy(network.peft_config[names[0]]))
     return network
-
-
-@contextmanager
-def without_noise() -> Iterator[None]:
-    """Silence what PEFT says about its own inner workings."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
-        yield
 
 
 def lora_config(lora: LoraSettings) -> LoraConfig:
@@ -204,18 +251,3 @@ def lora_config(lora: LoraSettings) -> LoraConfig:
         use_dora=lora.use_dora,
         task_type="CAUSAL_LM",
     )
-
-
-def load_adapters(base: PreTrainedModel, folders: dict[str, str]) -> PeftModel:
-    """A model with adapters from folders, by name."""
-    from peft import PeftConfig, PeftModel
-
-    (first, folder), *others = folders.items()
-    for path in folders.values():
-        if PeftConfig.from_pretrained(str(path)).is_prompt_learning:
-            raise ValueError(f"The adapter {path!r} learns prompts, which is not supported. Use a LoRA adapter.")
-    with without_noise():
-        network = PeftModel.from_pretrained(base, str(folder), adapter_name=first, is_trainable=True)
-        for name, path in others:
-            network.load_adapter(str(path), name, is_trainable=True)
-    return network

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from comlrl_lightning.keywords import known_keywords
 from comlrl_lightning.utilities.checks import check_choice_of, check_number, check_whole
 from comlrl_lightning.utilities.documentation import document_fields
 
 
+@known_keywords
 @document_fields
 @dataclass(frozen=True)
 class Sampling:

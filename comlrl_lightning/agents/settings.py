@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from comlrl_lightning.agents.engine import GenerationEngine
 from comlrl_lightning.agents.sampling import Sampling as Sampling
+from comlrl_lightning.keywords import KnownKeywords, known_keywords
 from comlrl_lightning.utilities.checks import check_choice_of, check_number, check_whole
 from comlrl_lightning.utilities.documentation import document_fields
 
@@ -40,6 +41,7 @@ def is_name(model: object) -> bool:
     return isinstance(model, (str, Path))
 
 
+@known_keywords
 @document_fields
 @dataclass(frozen=True)
 class LoraSettings:
@@ -79,8 +81,24 @@ class LoraSettings:
             )
 
 
+TEMPLATE_ARGUMENTS = (
+    "conversation",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)
+"""Arguments of `apply_chat_template` that say what comes out of it, not what the template writes."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class TeamSettings:
+class TeamSettings(KnownKeywords):
     """What both kinds of team have in common."""
 
     dtype: str | None = None
@@ -102,6 +120,10 @@ class TeamSettings:
     engine: GenerationEngine | None = None
     """What samples completions: a `GenerationEngine`, such as a server's. None: the loop of ``Sampling(backend=...)``
     in this process."""
+    special_tokens: Literal["keep", "error"] = "keep"
+    """What becomes of special tokens that a prompt's text names, such as `<|im_end|>` in a task item: the tokenizer
+    reads them as such, hence as the end of a message ("keep"), or they are an error ("error"). The template of chat
+    messages writes its own in any case; a formatter that returns a text in which it has written them needs "keep"."""
 
     def _check_common(self) -> None:
         owner = type(self).__name__
@@ -110,8 +132,14 @@ class TeamSettings:
         check_choice_of(owner, "dtype", self.dtype, (None, "auto", "float32", "bfloat16", "float16", "float64"))
         check_choice_of(owner, "reference", self.reference, ("auto", "base", "initial"))
         check_choice_of(owner, "long_prompts", self.long_prompts, ("truncate", "error"))
+        check_choice_of(owner, "special_tokens", self.special_tokens, ("keep", "error"))
         _check_flags(owner, gradient_checkpointing=self.gradient_checkpointing)
         _check_mappings(owner, model_kwargs=self.model_kwargs, chat_template_kwargs=self.chat_template_kwargs)
+        if taken := [name for name in TEMPLATE_ARGUMENTS if name in (self.chat_template_kwargs or {})]:
+            raise ValueError(
+                f"{owner}(chat_template_kwargs=...) holds {taken[0]!r}, which agents set themselves. Leave it out; the"
+                " template's own variables are what it is for."
+            )
         for name in ("token", "use_auth_token"):
             if name in (self.model_kwargs or {}):
                 raise ValueError(

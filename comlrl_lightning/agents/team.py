@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from comlrl_lightning.agents.adapter_folders import save_adapters
 from comlrl_lightning.agents.batches import completion_batches
 from comlrl_lightning.agents.decoding.tokens import StopStrings
 from comlrl_lightning.agents.engine import Finished, GenerationEngine, GenerationProgress, GenerationRequest, Sampled
@@ -64,8 +65,8 @@ class AgentTeam(nn.Module):
         self.models = nn.ModuleList(models)
         self._speakers = {agent: model for model in models for agent in model.agents}
         self.num_agents = len(self._speakers)
-        for agent in range(self.num_agents):
-            self.agent_parameters(agent)
+        # A callback may freeze some of them for a while: they are an agent's own all the same.
+        self._trained = [self._trained_names(agent) for agent in range(self.num_agents)]
 
     def speaker(self, agent: int) -> LanguageModel:
         """The language model that an agent speaks through."""
@@ -111,7 +112,7 @@ class AgentTeam(nn.Module):
         """`[P]` token ids of a request's prompt, cut so that `sampling.max_new_tokens` fit behind it."""
         speaker = self._speakers[request.agent]
         limit = speaker.prompt_limit(request.agent, sampling.max_new_tokens)
-        return speaker.prompts.encode(request.agent, request.prompt, limit)
+        return speaker.prompts.encode(request.agent, request.prompt, limit, request.place)
 
     def rows_by_model(self, agents: Sequence[int]) -> dict[LanguageModel, list[list[int]]]:
         """The batches of each language model."""
@@ -151,7 +152,7 @@ class AgentTeam(nn.Module):
         stop = StopStrings(sampling.stop, speaker.tokenizer)
         if not all(map(math.isfinite, sampled.log_probs)):
             raise FloatingPointError(
-                f"agent_{request.agent} gives logits that are not finite. Lower the learning rate or use a wider dtype."
+                f"agent_{request.agent} gives logits that are not finite. {speaker.reason_not_finite()}"
             )
         ended = sampled.token_ids[-1] in speaker.end_ids or (bool(sampling.stop) and stop.reached(sampled.token_ids))
         return Completion(
@@ -239,24 +240,32 @@ class AgentTeam(nn.Module):
         return [task() for _, task in tasks]
 
     def agent_parameters(self, agent: int) -> dict[str, nn.Parameter]:
-        """The trained parameters of one agent, by their names in `named_parameters`.
+        """The parameters that one agent trains, also while they are frozen, by their names in `named_parameters`."""
+        model, names = self._speakers[agent], self._trained[agent]
+        prefix = self._prefix(model)
+        return {prefix + path: one for path, one in model.named_parameters() if prefix + path in names}
+
+    def _trained_names(self, agent: int) -> frozenset[str]:
+        """Names of an agent's parameters with `requires_grad`.
 
         Raises:
             ValueError: There are none.
         """
         model, name = self._speakers[agent], adapter_name(agent)
-        prefix = f"models.{self.language_models().index(model)}."
-        parameters = {
-            prefix + path: parameter
+        names = frozenset(
+            self._prefix(model) + path
             for path, parameter in model.named_parameters()
             if parameter.requires_grad and (model.adapters is None or name in path.split("."))
-        }
-        if not parameters:
+        )
+        if not names:
             raise ValueError(
                 f"agent_{agent} has no trainable parameters. Check the target modules of its adapter, "
                 "and that its weights require gradients."
             )
-        return parameters
+        return names
+
+    def _prefix(self, model: LanguageModel) -> str:
+        return f"models.{self.language_models().index(model)}."
 
     def trains_adapter(self, agent: int) -> bool:
         """Whether an agent trains an adapter and not all weights of its model."""
@@ -285,11 +294,7 @@ class AgentTeam(nn.Module):
             if model.adapters is None:
                 model.causal.save_pretrained(Path(folder, names[0]))
             else:
-                with without_model_card(Path(folder)):
-                    # Adapters on the head are low-rank factors too: no need to write the whole head.
-                    model.adapters.network.save_pretrained(
-                        str(folder), selected_adapters=names, save_embedding_layers=False
-                    )
+                save_adapters(model.adapters.network, names, folder)
             for name in names:
                 model.tokenizer.save_pretrained(Path(folder, name))
 
@@ -304,18 +309,6 @@ class AgentTeam(nn.Module):
         finally:
             for module, mode in modes:
                 module.training = mode
-
-
-@contextmanager
-def without_model_card(folder: Path) -> Iterator[None]:
-    """Undo that PEFT writes a form about a model that nobody filled in next to the agents' folders."""
-    card = folder / "README.md"
-    former = card.read_bytes() if card.exists() else None
-    yield
-    if former is not None:
-        card.write_bytes(former)
-    else:
-        card.unlink(missing_ok=True)
 
 
 def _placed(values: Tensor, rows: Tensor, columns: Tensor, mask: Tensor) -> Tensor:

@@ -2,55 +2,36 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from comlrl_lightning.agents.fingerprints import config_hash, is_same_sample, may_move
 from comlrl_lightning.agents.settings import SharedBase, is_name
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from comlrl_lightning.algorithms.module import CooperativeModule
 
-MEANINGLESS = (
-    "architectures",
-    "attn_implementation",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "pad_token_id",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-)
-"""Entries of a model's configuration that change neither its weights nor what they mean."""
 
+def bases_of(module: CooperativeModule) -> list[dict[str, Any]]:
+    """`[N]` the language model under each agent: its name, kind, a hash of its configuration, a sample of its weights.
 
-def bases_of(module: CooperativeModule) -> list[dict[str, str]]:
-    """`[N]` the language model under each agent: its name, its kind and a hash of its configuration."""
+    The sample is empty where the agent trains all of them.
+    """
     agents = module.agents
     given = [agents.model] * module.team_size if isinstance(agents, SharedBase) else list(agents.models)
-    models = [module.team.speaker(agent).causal for agent in range(module.team_size)]
+    models = [module.team.speaker(agent) for agent in range(module.team_size)]
     return [
         {
-            "name": str(one) if is_name(one) else str(model.config.name_or_path),
-            "kind": type(model).__name__,
-            "config": config_hash(model.config),
+            "name": str(one) if is_name(one) else str(model.causal.config.name_or_path),
+            "kind": type(model.causal).__name__,
+            "config": config_hash(model.causal.config),
+            "weights": model.base_sample,
         }
         for one, model in zip(given, models, strict=True)
     ]
 
 
-def config_hash(config: PreTrainedConfig) -> str:
-    """Twelve hexadecimal digits that differ between models of different shapes or settings."""
-    text = json.dumps(_meaningful(config.to_diff_dict()), sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def check_bases(saved: Sequence[Mapping[str, str]], current: Sequence[Mapping[str, str]]) -> None:
+def check_bases(saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str, Any]]) -> None:
     """Refuse weights that were trained on other models. A folder may have moved.
 
     Args:
@@ -62,6 +43,7 @@ def check_bases(saved: Sequence[Mapping[str, str]], current: Sequence[Mapping[st
     """
     different = [agent for agent, pair in enumerate(zip(saved, current, strict=False)) if not _is_same(*pair)]
     if not different and len(saved) == len(current):
+        _check_weights(saved, current)
         return
     if len(saved) != len(current):
         raise ValueError(
@@ -81,22 +63,21 @@ def check_bases(saved: Sequence[Mapping[str, str]], current: Sequence[Mapping[st
     )
 
 
-def _is_same(saved: Mapping[str, str], current: Mapping[str, str]) -> bool:
+def _check_weights(saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str, Any]]) -> None:
+    for agent, (former, present) in enumerate(zip(saved, current, strict=True)):
+        if "weights" in former and not is_same_sample(former["weights"], present["weights"]):
+            raise ValueError(
+                f"agent_{agent} was trained on {_described(former)}, which has other weights here; those of new tokens"
+                " are random after resize_token_embeddings. Load the weights that the run began with: save such a model"
+                " once by save_pretrained, and load it from there."
+            )
+
+
+def _is_same(saved: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
     if (saved["kind"], saved["config"]) != (current["kind"], current["config"]):
         return False
-    return saved["name"] == current["name"] or _may_move(saved["name"]) or _may_move(current["name"])
+    return saved["name"] == current["name"] or may_move(saved["name"]) or may_move(current["name"])
 
 
-def _may_move(name: str) -> bool:
-    """Whether a name is that of a folder, or of nothing; the hub's names stay."""
-    return not name or name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
-
-
-def _described(base: Mapping[str, str]) -> str:
+def _described(base: Mapping[str, Any]) -> str:
     return f"{base['name'] or 'a loaded model'} ({base['kind']}, configuration {base['config']})"
-
-
-def _meaningful(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {str(key): _meaningful(entry) for key, entry in value.items() if key not in MEANINGLESS and key[:1] != "_"}

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim.lr_scheduler import LRScheduler
 
 from comlrl_lightning.agents.adapters import REFERENCE
+from comlrl_lightning.agents.language_model import adapter_name
 from comlrl_lightning.algorithms.bases import bases_of, check_bases
+from comlrl_lightning.algorithms.position import align_loops, check_epoch, position_in
 from comlrl_lightning.rollouts.credit import CreditedNode
 from comlrl_lightning.utilities.distributed import gather_objects, rank, world_size
-from comlrl_lightning.utilities.plain import to_plain, with_current_paths
+from comlrl_lightning.utilities.plain import is_remark, to_plain, with_current_paths
 
 if TYPE_CHECKING:
     from comlrl_lightning.algorithms.module import CooperativeModule
@@ -86,7 +87,11 @@ def restore_global_rng_states(states: RngStates) -> None:
 class StepStart:
     """What a training step changes before its items count as trained."""
 
+    epoch: int
+    items: int
+    """Position of the step in its epoch, over all ranks."""
     env_step: int
+    update_step: int
     buffer: list[CreditedNode]
     metrics: dict[str, Any]
     rng: RngStates
@@ -94,20 +99,24 @@ class StepStart:
     """What the algorithm adds."""
 
     @classmethod
-    def of(cls, module: CooperativeModule) -> StepStart:
+    def of(cls, module: CooperativeModule, epoch: int, items: int) -> StepStart:
         """The present state of a module."""
         metrics = {name: value.clone() for name, value in module.training_metrics.state_dict().items()}
-        return cls(module.env_step, list(module.buffer), metrics, global_rng_states(), module.round_state())
+        steps = module.env_step, module.update_step
+        return cls(epoch, items, *steps, list(module.buffer), metrics, global_rng_states(), module.round_state())
 
 
 def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
     """Reduce a checkpoint to the weights that it holds, and add the state of the run. Call it on every rank.
 
-    What is saved while a training step runs or has failed goes on from the start of that step, with the weights as they
-    are: exact unless one of several optimizer steps of an update had been taken.
+    What is saved while a training step runs or has failed goes on from the start of that step. Once an optimizer step
+    of its update was taken, its weights belong to no place of a run, and no fit goes on from there.
     """
     checkpoint["state_dict"] = {name: checkpoint["state_dict"][name] for name in kept_names(module)}
-    start = module.step_start or StepStart.of(module)
+    position = position_in(checkpoint) or {"epoch": 0, "position": 0}
+    start = module.step_start
+    if start is None or (start.epoch, start.items) != (position["epoch"], position["position"]):
+        start = StepStart.of(module, position["epoch"], position["position"])
     this_rank = {
         "rng": start.rng,
         "buffer": [entry.to_state() for entry in start.buffer],
@@ -119,12 +128,26 @@ def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
         "bases": bases_of(module),
         "optimization": module.optimization,
         "learning_rates": module.learning_rates,
+        "no_resume": _no_resume(module, start),
         "env_step": start.env_step,
         "update_step": module.update_step,
         "last_log": module.last_log,
         "own": module.round_state_to_plain(start.own),
         "ranks": gather_objects([this_rank]),
     }
+
+
+def _no_resume(module: CooperativeModule, start: StepStart) -> str | None:
+    """Why no run can go on exactly from what is saved now; None if one can."""
+    if module.is_resuming:
+        return "before the run that it is of had gone on from its own checkpoint. Resume from that one"
+    if module.update_step > start.update_step:
+        return (
+            "inside an update, after one of its optimizer steps: its weights belong to no place of a run. Resume from a"
+            " checkpoint saved before, such as those of BatchCheckpoint, or load its weights with load_from_checkpoint"
+            " for a new run"
+        )
+    return None
 
 
 def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any], *, fitting: bool) -> dict[str, Any]:
@@ -151,6 +174,14 @@ def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any], *, fittin
             {"algorithm": state["algorithm"], **state["settings"], **_fixed(state["optimization"])}
         )
         check_settings(saved, current)
+        if module.trainer.strategy.lightning_restore_optimizer and "optimizer_states" not in checkpoint:
+            raise ValueError(
+                "The checkpoint holds weights alone, as save_weights_only=True makes them, and no run goes on from it."
+                " Save without that, or load its weights with load_from_checkpoint for a new run."
+            )
+        if state["no_resume"]:
+            raise ValueError(f"The checkpoint was saved {state['no_resume']}.")
+        align_loops(checkpoint)
     check_bases(state["bases"], bases_of(module))
     missing = sorted(set(kept_names(module)) - set(checkpoint["state_dict"]))
     if missing:
@@ -158,9 +189,22 @@ def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any], *, fittin
             f"The checkpoint lacks {len(missing)} of the weights that this module needs, the first is {missing[0]!r}."
             " Use the agents= settings that it was saved with."
         )
+    _check_places(module, checkpoint["state_dict"])
     module.env_step, module.update_step = state["env_step"], state["update_step"]
     module.last_log = tuple(state["last_log"])
-    return state
+    return {**state, "position": position_in(checkpoint)}
+
+
+def _check_places(module: CooperativeModule, saved: Iterable[str]) -> None:
+    """Refuse a checkpoint with weights of agents' adapters that this module does not have."""
+    own = {name for name, _ in module.named_parameters()}
+    adapters = {adapter_name(agent) for agent in range(module.team_size)}
+    left_over = [name for name in saved if name not in own and not adapters.isdisjoint(name.split("."))]
+    if left_over:
+        raise ValueError(
+            f"The checkpoint holds {len(left_over)} weights of agents that have no place here, the first is"
+            f" {left_over[0]!r}. Use the agents= settings that it was saved with."
+        )
 
 
 def restore_run(module: CooperativeModule, state: Mapping[str, Any]) -> None:
@@ -181,17 +225,9 @@ def restore_run(module: CooperativeModule, state: Mapping[str, Any]) -> None:
             parts = [saved["metrics"] for saved in state["ranks"]]
             module.training_metrics.load_state_dict({name: sum(part[name] for part in parts) for name in parts[0]})
     module.restore_round_state(state["own"])
-    _end_epoch(module.trainer)
+    check_epoch(module.trainer, state["position"])
     change_learning_rates(module, state["learning_rates"])
     change_options(module, state["optimization"]["optimizer_options"])
-
-
-def _end_epoch(trainer: Trainer) -> None:
-    """Let an epoch that is over be over, also where the next ones have more steps: Lightning compares the numbers."""
-    loop = trainer.fit_loop.epoch_loop
-    progress, num_batches = loop.batch_progress, trainer.num_training_batches
-    if loop.restarted_on_train_batch_end and progress.is_last_batch and num_batches != float("inf"):
-        progress.current.completed = max(progress.current.completed, int(num_batches))
 
 
 def change_learning_rates(module: CooperativeModule, saved: Sequence[float]) -> None:
@@ -244,6 +280,8 @@ def _is_same(saved: Any, current: Any) -> bool:
     if isinstance(saved, Mapping) and isinstance(current, Mapping):
         return saved.keys() == current.keys() and all(_is_same(saved[key], current[key]) for key in saved)
     if isinstance(saved, str) and isinstance(current, str):
+        if is_remark(saved) and is_remark(current):
+            return _is_same(saved.removeprefix("<"), current.removeprefix("<"))
         for one, other in ((saved, current), (current, saved)):
             if one.startswith("__main__."):
                 return other.endswith(one.removeprefix("__main__"))
@@ -288,7 +326,7 @@ def kept_names(module: CooperativeModule) -> list[str]:
     return [
         name
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad or any(part.endswith(REFERENCE) for part in name.split("."))
+        if name in module.trained_names or any(part.endswith(REFERENCE) for part in name.split("."))
     ]
 
 

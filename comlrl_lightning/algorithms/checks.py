@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.compile import to_uncompiled
@@ -16,9 +20,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from comlrl_lightning.agents.settings import Sampling
+from comlrl_lightning.data.datamodule import TaskBatch, TaskLoader
 from comlrl_lightning.rollouts.collect import RolloutShape
 from comlrl_lightning.strategies.sharded_parallel import ShardedParallel
 from comlrl_lightning.strategies.sharding import is_sharded
+from comlrl_lightning.utilities.calls import short
 from comlrl_lightning.utilities.checks import check_at_least
 from comlrl_lightning.utilities.plain import to_plain
 
@@ -26,6 +32,21 @@ OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 """Makes an optimizer from parameter groups."""
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 """Makes a learning-rate schedule, stepped once per optimizer step."""
+
+
+def check_checkpoints(callbacks: Iterable[Callback]) -> None:
+    """Refuse `ModelCheckpoint(train_time_interval=...)`, which saves nothing where a module steps its optimizer itself.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for callback in callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
+            raise ValueError(
+                f"ModelCheckpoint(train_time_interval={callback._train_time_interval!r}) would save nothing: Lightning"
+                " looks at it under automatic optimization only. Use BatchCheckpoint(every_n_batches=...) or"
+                " ModelCheckpoint(every_n_train_steps=...)."
+            )
 
 
 def learning_rates(value: float | Sequence[float] | None, num_agents: int) -> list[float | None]:
@@ -62,7 +83,8 @@ def check_optimizer(optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory 
     for name, factory in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
         if factory is not None and not callable(factory):
             raise ValueError(f"{name}={factory!r} is not callable. Give a class or a function.")
-    trial = optimizer([{"params": [torch.nn.Parameter(torch.zeros(1))]}])
+    # A matrix, which optimizers for matrices take, too.
+    trial = optimizer([{"params": [torch.nn.Parameter(torch.zeros(1, 1))]}])
     if not isinstance(trial, Optimizer):
         raise ValueError(f"optimizer={optimizer!r} returns {type(trial).__name__}. Return a torch.optim.Optimizer.")
     parameter = inspect.signature(type(trial)).parameters.get("lr")
@@ -150,6 +172,37 @@ def check_precision(precision: object, trained: Iterable[torch.nn.Parameter]) ->
         )
 
 
+def check_data(trainer: Trainer) -> None:
+    """Refuse loaders and datasets in place of a data module, before any weights load.
+
+    Raises:
+        ValueError: If the trainer was given one.
+    """
+    loop = trainer._active_loop
+    if loop is None:
+        return
+    sources = [loop._data_source]
+    if isinstance(loop, _FitLoop):
+        sources.append(loop.epoch_loop.val_loop._data_source)
+    for source in (one.instance for one in sources):
+        given = [*source] if isinstance(source, list) else [source]
+        if not all(isinstance(one, LightningDataModule | LightningModule | TaskLoader | None) for one in given):
+            raise ValueError(
+                f"The trainer was given {short(source)} for its data, which does not say which item of which epoch a"
+                " task is. Give it TaskDataModule(train_dataset=..., eval_dataset=...) with the items themselves."
+            )
+
+
+def check_batch(batch: object) -> None:
+    """Refuse batches of other data modules.
+
+    Raises:
+        ValueError: If it does not hold task items.
+    """
+    if not isinstance(batch, TaskBatch):
+        raise ValueError(f"A batch is {type(batch).__name__}, not task items. Give the trainer a TaskDataModule.")
+
+
 def check_uncompiled(module: LightningModule) -> None:
     """Refuse a compiled module, and undo what Lightning did to the module itself, so that it can be passed next.
 
@@ -231,35 +284,74 @@ def check_sampling(name: str, sampling: Sampling, refuse: bool) -> None:
     rank_zero_warn(f"{given} {bias} Leave them out for unbiased gradients.")
 
 
-def check_nodes(shape: RolloutShape, num_agents: int, max_nodes: int) -> None:
+def check_nodes(shape: RolloutShape, num_agents: int, max_nodes: int, min_generations: int = 1) -> None:
     """Refuse rollouts that grow too large.
+
+    Args:
+        shape: Of the rollouts.
+        num_agents: N.
+        max_nodes: Largest number of nodes per task item.
+        min_generations: Fewest completions that the algorithm can learn from.
 
     Raises:
         ValueError: If one task item can have more nodes than allowed.
     """
     nodes = shape.num_nodes(num_agents)
     if nodes > max_nodes:
+        *helps, last = [*_smaller(shape, num_agents, max_nodes, min_generations), "a larger max_nodes"]
+        mode = "" if shape.trajectories else f" and joint_mode={shape.joint_mode!r}"
         raise ValueError(
-            f"num_turns={shape.num_turns} with num_generations={shape.num_generations} and"
-            f" joint_mode={shape.joint_mode!r} grows to {nodes} nodes per task item, above max_nodes="
-            f"{max_nodes}. Use fewer turns or generations, joint_mode='aligned', or raise max_nodes."
+            f"num_turns={shape.num_turns} with num_generations={shape.num_generations}{mode} grows to"
+            f" {nodes if nodes < 10**12 else 'over 10**12'} nodes per task item, above max_nodes={max_nodes}."
+            f" Use {', '.join(helps)}{' or ' if helps else ''}{last}."
         )
 
 
-def check_trainer_flags(gradient_clip_val: float | None, accumulate_grad_batches: int) -> None:
+def _smaller(shape: RolloutShape, num_agents: int, max_nodes: int, min_generations: int) -> list[str]:
+    """Single changes after which a rollout would be small enough."""
+
+    def num_nodes(name: str, value: Any) -> int:
+        change: dict[str, Any] = {name: value}
+        return replace(shape, **change).num_nodes(num_agents)
+
+    def fits(name: str, value: Any) -> bool:
+        return num_nodes(name, value) <= max_nodes
+
+    found = ["joint_mode='aligned'"] if shape.joint_mode == "cross" and fits("joint_mode", "aligned") else []
+    for name, fewest, given in (
+        ("num_turns", 1, shape.num_turns),
+        ("num_generations", min_generations, shape.num_generations),
+    ):
+        num_fitting = bisect_right(range(fewest, given), max_nodes, key=partial(num_nodes, name))
+        if num_fitting:
+            found.append(f"{name}={fewest + num_fitting - 1}")
+    if not shape.trajectories:
+        found += ["MAREINFORCE(num_generations=1)"] if min_generations > 1 and fits("num_generations", 1) else []
+        found += ["IAC or MAAC (whose nodes are num_generations * num_turns)"] if fits("trajectories", True) else []
+    return found
+
+
+def check_trainer_flags(trainer: Trainer) -> None:
     """Refuse flags of the Trainer that do not know about agents and buffers.
+
+    Args:
+        trainer: The Trainer, or its settings as the command line parsed them.
 
     Raises:
         ValueError: If one is set; it names our argument.
     """
-    if gradient_clip_val is not None:
+    for name, value in (
+        ("gradient_clip_val", trainer.gradient_clip_val),
+        ("gradient_clip_algorithm", trainer.gradient_clip_algorithm),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"Trainer({name}={value!r}) does not know about agents."
+                " Leave it out and use max_grad_norm, which clips each agent by itself."
+            )
+    if trainer.accumulate_grad_batches != 1:
         raise ValueError(
-            f"Trainer(gradient_clip_val={gradient_clip_val!r}) does not know about agents."
-            " Leave it out and use max_grad_norm, which clips each agent by itself."
-        )
-    if accumulate_grad_batches != 1:
-        raise ValueError(
-            f"Trainer(accumulate_grad_batches={accumulate_grad_batches!r}) does not know of buffers."
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches!r}) does not know of buffers."
             " Leave it out and use rollout_buffer_size and train_batch_size (nodes per update) or"
             " micro_batch_tokens (memory)."
         )

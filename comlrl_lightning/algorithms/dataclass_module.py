@@ -8,11 +8,12 @@ from typing import Any, Self, dataclass_transform
 
 from lightning.pytorch import LightningModule
 
-from comlrl_lightning.utilities.documentation import FieldDocumentation, suggestion
+from comlrl_lightning.keywords import KnownKeywords, check_keywords
+from comlrl_lightning.utilities.documentation import FieldDocumentation
 
 
 @dataclass_transform(kw_only_default=True, eq_default=False, field_specifiers=(field,))
-class DataclassModule(LightningModule):
+class DataclassModule(LightningModule, KnownKeywords):
     """A LightningModule whose subclasses are dataclasses, without a decorator.
 
     Annotated class attributes are settings: arguments of the constructor, by keyword unless declared otherwise. What a
@@ -21,10 +22,7 @@ class DataclassModule(LightningModule):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse unknown settings with the name that may have been meant, and let fields be set before `__init__`."""
-        known = {setting.name for setting in fields(cls) if setting.init}  # type: ignore[arg-type]
-        for name in kwargs:
-            if name not in known:
-                raise TypeError(f"{cls.__name__}({name}=...) is not a setting.{suggestion(name, known)}")
+        check_keywords(cls, kwargs)
         module = super().__new__(cls)
         LightningModule.__init__(module)
         return module

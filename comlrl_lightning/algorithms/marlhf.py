@@ -102,6 +102,8 @@ class MARLHF(PreferenceModule, BufferedPolicyModule):
         elif self.rounds.pairs and self.rounds.is_fitted:
             self.rollouts = self.collect(batch, TRAIN, self.sampling, self.shape, self._learned_functions())
             self.learn_from(self.rollouts, is_last)
+        else:
+            self.idle_step()
 
     @property
     @override
@@ -113,6 +115,7 @@ class MARLHF(PreferenceModule, BufferedPolicyModule):
         learner = self.reward_learner
         fitted, held_out = learner.split(self.rounds.pairs, self.seed)
         if not fitted:
+            self.idle_step()
             return
         if batch.start == phase.index == 0:
             optimizer = self.optimizers()
@@ -138,7 +141,7 @@ class MARLHF(PreferenceModule, BufferedPolicyModule):
         return self.functions, True
 
     @override
-    def save_models(self, folder: str | Path) -> None:
+    def save_models(self, folder: Path) -> None:
         """Write the agents as every algorithm does, and the reward model beside them: ``reward_model/``."""
         super().save_models(folder)
         self.reward_network.save(folder)

@@ -158,7 +158,8 @@ class CriticFreeMethod(PolicyMethod):
                 " 0. Use num_generations >= 2, or MAREINFORCE."
             )
         check_sampling(self.method_name, sampling, refuse=not self.has_baseline)
-        check_nodes(shape, num_agents, max_nodes)
+        one_is_enough = not self.has_baseline and self.advantage_normalization != "batch"
+        check_nodes(shape, num_agents, max_nodes, min_generations=1 if one_is_enough else 2)
 
     @override
     def make_learner(

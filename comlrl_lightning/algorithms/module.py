@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import SWALR
 from typing_extensions import override
 
 from comlrl_lightning.agents.loading import build_team
@@ -30,6 +31,9 @@ from comlrl_lightning.algorithms.checkpoint import (
 from comlrl_lightning.algorithms.checks import (
     OptimizerFactory,
     SchedulerFactory,
+    check_batch,
+    check_checkpoints,
+    check_data,
     check_optimizer,
     check_precision,
     check_shares,
@@ -40,12 +44,16 @@ from comlrl_lightning.algorithms.checks import (
     learning_rates,
 )
 from comlrl_lightning.algorithms.dataclass_module import DataclassModule
+from comlrl_lightning.algorithms.lightning_callbacks import prepare_callbacks
 from comlrl_lightning.algorithms.module_callbacks import ForgetStep, TellWhatStopped
 from comlrl_lightning.data.datamodule import TaskBatch
 from comlrl_lightning.environment.functions import TaskFunctions
 from comlrl_lightning.environment.joint_format import JointFormat, joint_format_of
 from comlrl_lightning.environment.reward_workers import RewardWorkers
+from comlrl_lightning.files import whole_folder
+from comlrl_lightning.learning.gradients import IdleSteps
 from comlrl_lightning.learning.updates import OptimizerSteps, StepLearner, StepStats
+from comlrl_lightning.loggers import keep_run_ids
 from comlrl_lightning.metrics import UNPARSED, MetricTable, evaluation_keys, training_keys
 from comlrl_lightning.rollouts.collect import Collector, RolloutShape, Sampler
 from comlrl_lightning.rollouts.credit import CreditedNode, assign_credit
@@ -53,6 +61,7 @@ from comlrl_lightning.rollouts.recording import (
     prediction,
     record_final_rewards,
     record_late,
+    record_left_out,
     record_nodes,
     record_unparsed,
 )
@@ -60,7 +69,14 @@ from comlrl_lightning.tasks.task import FUNCTIONS, Task, load_task
 from comlrl_lightning.types import RolloutListener, Rollouts, merge_rollouts
 from comlrl_lightning.utilities.checks import check_choice, check_kind, check_positive, check_whole
 from comlrl_lightning.utilities.distributed import gather_objects, rank, world_size
-from comlrl_lightning.utilities.plain import callable_from_plain, from_plain, is_remark, to_plain
+from comlrl_lightning.utilities.plain import (
+    callable_from_plain,
+    from_plain,
+    functions_not_held,
+    not_held,
+    refuse,
+    to_plain,
+)
 from comlrl_lightning.utilities.rng import seeded
 
 TRAIN, EVALUATE, PREDICT, COMPARE = range(4)
@@ -119,6 +135,14 @@ class CooperativeModule(DataclassModule):
     reward_timeout_value: float | None = None
     """Reward, before `reward_processor`, of all joint completions of such a call instead of the error; their number is
     logged as ``reward_timeouts``."""
+    reward_none: Literal["error", "skip"] = "error"
+    """What a reward of None means. ``"error"``: it stops the run. ``"skip"``: its joint completion is left out of its
+    group as if it had not been sampled. Baselines, normalization, weights, `env_step` and logs then know the others
+    alone (rewards 1, None and 4 have the mean 2.5). A completion is left out with the last joint completion that holds
+    it: in ``"cross"`` mode it stays while one of its combinations has a reward. Where all joint completions that follow
+    one are left out, its return is unknown, and it is left out, too; so are an actor-critic's trajectory with None at
+    any turn, an evaluated item likewise, and an item without any reward. Preferences pair what is left. Predictions
+    keep None. The number is logged as ``left_out``."""
     sampling: Sampling = Sampling()
     """How completions are sampled in training."""
     eval_sampling: Sampling | None = None
@@ -131,7 +155,9 @@ class CooperativeModule(DataclassModule):
     optimizer: OptimizerFactory | None = None
     """Makes the optimizer from parameter groups, one per agent; without a learning rate of its own. None: AdamW."""
     lr_scheduler: SchedulerFactory | None = None
-    """Makes a learning-rate schedule that steps once per optimizer step. None: constant."""
+    """Makes a learning-rate schedule that steps once per optimizer step, as Lightning's ``max_steps`` counts them: also
+    where a step has nothing to learn (all advantages are 0) or is left out (`on_nonfinite`), so that no weight moves.
+    None: constant."""
     max_grad_norm: float | None = 1.0
     """Largest gradient norm, per agent. None: no clipping."""
     micro_batch_tokens: int = 4096
@@ -191,12 +217,17 @@ class CooperativeModule(DataclassModule):
         for name in [name for name in self.settings() if name in self._modules]:
             # A function of the user may be a torch module: it is never moved, trained or saved.
             self.__dict__[name] = self._modules.pop(name)
-        self.missing_factories: dict[str, Any] = {}
-        for name, value in self.settings().items():
-            if name in ("optimizer", "lr_scheduler") and is_remark(value):
-                # What a checkpoint could not hold is missed by the next fit only, not by an evaluation.
-                self.missing_factories[name] = value
-            elif name in FUNCTION_SETTINGS:
+        settings = self.settings()
+        # An optimizer that a checkpoint could not hold is missed by the next fit only, not by an evaluation.
+        self.missing_factories = functions_not_held(optimizer=self.optimizer, lr_scheduler=self.lr_scheduler)
+        factories = ("optimizer", "lr_scheduler")
+        functions = {name: settings[name] for name in FUNCTION_SETTINGS if name in settings and name not in factories}
+        others = {name: value for name, value in settings.items() if name not in FUNCTION_SETTINGS}
+        refuse({**not_held(**others), **functions_not_held(**functions)})
+        for name, value in settings.items():
+            if name in self.missing_factories:
+                continue
+            if name in FUNCTION_SETTINGS:
                 self.__dict__[name] = callable_from_plain(name, value)
             else:
                 self.__dict__[name] = from_plain(name, value)
@@ -204,6 +235,9 @@ class CooperativeModule(DataclassModule):
     def _set_up_state(self) -> None:
         self.env_step = 0
         self.update_step = 0
+        """Optimizer steps that changed weights; Lightning's `global_step` counts the others, too."""
+        self.idle_steps = IdleSteps()
+        self.idle_steps = IdleSteps()
         self.eval_seed: int | None = None
         self.rollouts: Rollouts | None = None
         self.buffer: list[CreditedNode] = []
@@ -232,6 +266,7 @@ class CooperativeModule(DataclassModule):
             check_whole(1, train_batch_size=self.train_batch_size)
         check_positive(max_grad_norm=self.max_grad_norm)
         check_choice(("raise", "skip"), on_nonfinite=self.on_nonfinite)
+        check_choice(("error", "skip"), reward_none=self.reward_none)
         check_whole(0, seed=self.seed)
 
     def make_functions(self) -> TaskFunctions:
@@ -247,6 +282,7 @@ class CooperativeModule(DataclassModule):
             self.formatters,
             self.reward_processor,
             joint_format=joint_format(self.collaboration, self.agents),
+            none_as_nan=self.reward_none == "skip",
             workers=RewardWorkers(
                 self.reward_workers, self.reward_backend, self.reward_timeout_seconds, self.reward_timeout_value
             ),
@@ -292,9 +328,13 @@ class CooperativeModule(DataclassModule):
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
         check_uncompiled(self)
         # The only hook of the module that runs before Lightning refuses these flags without naming ours.
-        check_trainer_flags(self.trainer.gradient_clip_val, self.trainer.accumulate_grad_batches)
-        present = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
-        return [kind() for kind in (ForgetStep, TellWhatStopped) if kind not in present]
+        check_trainer_flags(self.trainer)
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        check_checkpoints(callbacks)
+        prepare_callbacks(self.trainer)
+        present = {type(callback) for callback in callbacks}
+        own = [kind() for kind in (ForgetStep, TellWhatStopped) if kind not in present]
+        return [*own, *keep_run_ids(self.trainer)]
 
     @override
     def configure_model(self) -> None:
@@ -305,6 +345,8 @@ class CooperativeModule(DataclassModule):
                     self.team.add_reference()
                 self.build_learners()
             self.learning_rates = self.initial_learning_rates()
+            self.trained_names = frozenset(name for name, one in self.named_parameters() if one.requires_grad)
+            """Names of the weights that were trained when the models had loaded, also while a callback freezes some."""
         if self._trainer is not None:
             check_strategy(self.trainer.strategy, self.team)
 
@@ -322,8 +364,7 @@ class CooperativeModule(DataclassModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        for name, remark in self.missing_factories.items():
-            from_plain(name, remark)
+        refuse(self.missing_factories)
         named = self.parameter_groups().items()
         groups = [
             {"params": list(parameters.values()), "name": name, "lr": rate}
@@ -338,6 +379,8 @@ class CooperativeModule(DataclassModule):
 
     @override
     def setup(self, stage: str) -> None:
+        check_data(self.trainer)
+        check_data(self.trainer)
         self._resumed = None  # a fit that was refused after it had read its checkpoint may have left something
 
     @override
@@ -354,6 +397,8 @@ class CooperativeModule(DataclassModule):
         """Drop what a stopped fit has left; a resumed fit restores its own later."""
         self.buffer.clear()
         self.step_start = None
+        self.idle_steps = IdleSteps()
+        self.idle_steps = IdleSteps()
         self.training_metrics.pop()
 
     @override
@@ -368,7 +413,8 @@ class CooperativeModule(DataclassModule):
 
     @override
     def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
-        self.step_start = StepStart.of(self)
+        check_batch(batch)
+        self.step_start = StepStart.of(self, batch.epoch, batch.start)
         # Lightning does not see the end of a stream that is shorter than `limit_train_batches`.
         is_last = self.trainer.is_last_batch or batch.is_last
         self.train_on(batch, is_last)
@@ -405,14 +451,12 @@ class CooperativeModule(DataclassModule):
             functions: The user's functions.
             sampler: Source of the completions; None: the team.
         """
-        if not isinstance(batch, TaskBatch):
-            raise ValueError(f"A batch is {type(batch).__name__}, not task items. Give the trainer a TaskDataModule.")
         evaluates = stage in (EVALUATE, PREDICT)
         seed = self.eval_seed if evaluates and self.eval_seed is not None else self.seed
         key = (seed, stage, 0 if evaluates else batch.epoch)
         team = self.team if sampler is None else sampler
         collector = Collector(team, functions, shape, sampling, key, self._show_progress)
-        return collector.collect(batch.items, batch.indices)
+        return collector.collect(batch.items, batch.indices, keep_unscored=stage == PREDICT)
 
     def _show_progress(self, turn: int, rows_running: int) -> None:
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
@@ -426,16 +470,42 @@ class CooperativeModule(DataclassModule):
             learner: Loss over rows.
             rows: Nodes or pairs.
         """
+        self._emptied_optimizer()
+        outcome = self.optimizer_steps.accumulate(learner, rows, self._backward, self.env_step)
+        if outcome == "nonfinite":
+            self._emptied_optimizer()
+        else:
+            self.idle_steps.count(is_idle=outcome == "idle")
+        self._count_step(moves=outcome == "moves")
+
+    def idle_step(self) -> None:
+        """The step of a mini-batch that has nothing to learn from. Call it on every rank."""
+        self._emptied_optimizer()
+        self._count_step(moves=False)
+        self.idle_steps.count(is_idle=True)
+
+    def _count_step(self, *, moves: bool) -> None:
+        """Step optimizer and schedule. Without gradients no weight moves, momentum or not, but Lightning counts."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer)
-        if self.optimizer_steps.step(learner, rows, optimizer, self._backward, self.env_step):
-            self.update_step += 1
+        self.update_step += moves  # before the step: from here on the weights may be others
+        if moves:
             self.team.mark_changed()
-            if isinstance(scheduler, LRScheduler):
-                scheduler.step()
+        optimizer.step()
+        if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, SWALR):  # that one counts epochs
+            scheduler.step()
+
+    def _emptied_optimizer(self) -> LightningOptimizer:
+        """The optimizer, whose parameters have no gradients."""
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, LightningOptimizer)
+        optimizer.zero_grad(set_to_none=True)
+        return optimizer
 
     def _backward(self, loss: Tensor) -> None:
         """Gradients of this rank alone; they are added over the ranks once per optimizer step."""
+        if not loss.requires_grad:  # a callback has frozen all that it depends on
+            return
         model = self.trainer.strategy.model
         with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
             self.manual_backward(loss)
@@ -450,6 +520,7 @@ class CooperativeModule(DataclassModule):
 
     @override
     def validation_step(self, batch: TaskBatch, batch_idx: int) -> None:
+        check_batch(batch)
         assert self.eval_sampling is not None
         rollouts = self.collect(batch, EVALUATE, self.eval_sampling, self._single_path, self.functions)
         self._evaluated.append(rollouts)
@@ -459,6 +530,7 @@ class CooperativeModule(DataclassModule):
         record_final_rewards(self.evaluation_metrics, rollouts)
         record_unparsed(self.evaluation_metrics, rollouts)
         record_late(self.evaluation_metrics, rollouts)
+        record_left_out(self.evaluation_metrics, rollouts)
         self.record_evaluation(rollouts)
 
     @property
@@ -502,6 +574,7 @@ class CooperativeModule(DataclassModule):
 
     @override
     def predict_step(self, batch: TaskBatch, batch_idx: int) -> list[dict[str, Any]]:
+        check_batch(batch)
         assert self.eval_sampling is not None
         rollouts = self.collect(batch, PREDICT, self.eval_sampling, self._single_path, self.functions)
         return [prediction(rollouts, node) for node in rollouts.nodes]
@@ -526,6 +599,11 @@ class CooperativeModule(DataclassModule):
         for key, value in metrics.items():
             self.log(key, value, logger=False, batch_size=1, prog_bar=key.endswith("reward_mean"))
 
+    @property
+    def is_resuming(self) -> bool:
+        """Whether the state of a checkpoint waits for the start of training."""
+        return self._resumed is not None
+
     def counters(self) -> dict[str, float]:
         """What stands beside every training log; `env_step` is the x-axis."""
         return {"env_step": float(self.env_step)}
@@ -538,13 +616,20 @@ class CooperativeModule(DataclassModule):
     # Files and checkpoints.
 
     def save_agents(self, folder: str | Path) -> None:
-        """Write ``agent_0/``, ``agent_1/`` ...: standard PEFT or model folders with tokenizers, and critics beside."""
+        """Write ``agent_0/``, ``agent_1/`` ...: standard PEFT or model folders with tokenizers, and critics beside.
+
+        ``contents.json`` lists the files that belong to them; what an earlier save wrote there is replaced.
+
+        Args:
+            folder: A local folder, or an address such as ``s3://bucket/agents`` that fsspec reaches.
+        """
         self.configure_model()
         if rank() == 0:
-            self.save_models(folder)
+            with whole_folder(folder, self) as part:
+                self.save_models(part)
 
-    def save_models(self, folder: str | Path) -> None:
-        """Write the folders of `save_agents` from this process."""
+    def save_models(self, folder: Path) -> None:
+        """Write the models of `save_agents` to a local folder, from this process."""
         self.team.save(folder)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn import Parameter
 from typing_extensions import override
@@ -20,6 +19,7 @@ from comlrl_lightning.environment.prompts import Transition
 from comlrl_lightning.learning.actor_critic import ActorCriticLearner
 from comlrl_lightning.learning.settings import PolicySettings
 from comlrl_lightning.metrics import agent_key, critic_keys
+from comlrl_lightning.preferences.pairs import shuffled
 from comlrl_lightning.rollouts.collect import RolloutShape
 from comlrl_lightning.rollouts.recording import (
     record_collection,
@@ -166,8 +166,7 @@ class BufferedPolicyModule(CooperativeModule):
 
     def _order(self, num_nodes: int, inner_epoch: int) -> list[int]:
         """Order of the nodes in one pass over the buffer, from its own random stream."""
-        generator = torch.Generator().manual_seed(hash((self.seed, self.env_step, inner_epoch)) % 2**63)
-        return torch.randperm(num_nodes, generator=generator).tolist()
+        return shuffled(range(num_nodes), (self.seed, self.env_step, inner_epoch))
 
     @override
     def record_evaluation(self, rollouts: Rollouts) -> None:
@@ -175,7 +174,7 @@ class BufferedPolicyModule(CooperativeModule):
             self.learner.record_kl(self.evaluation_metrics, rollouts.nodes)
 
     @override
-    def save_models(self, folder: str | Path) -> None:
+    def save_models(self, folder: Path) -> None:
         super().save_models(folder)
         if isinstance(self.learner, ActorCriticLearner):
             self.critics.save(folder)

@@ -128,7 +128,7 @@ class PreferenceModule(CooperativeModule):
     @override
     def train_on(self, batch: TaskBatch, is_last: bool) -> None:
         self.rollouts = None  # steps on pairs have none
-        phase = self.schedule.phase(self.current_epoch)
+        phase = self.schedule.phase(batch.epoch)
         if phase.kind == "collect":
             self._collect_pairs(batch, phase, is_last)
         else:
@@ -173,12 +173,15 @@ class PreferenceModule(CooperativeModule):
         others: Rollouts | None = None
         if self.comparator is not None:
             others = self._compare(batch, self.comparator, functions)
-        for position, node in enumerate(rollouts.nodes):
+        partners = {} if others is None else {node.task: node for node in others.nodes}
+        for node in rollouts.nodes:
             index = rollouts.indices[node.task]
             if others is None:
                 found = candidate_pairs(node, index, self.resolved_selection, limit, key)
-            else:
-                found = compared_pairs(node, others.nodes[position], index, self.resolved_selection, limit, key)
+            elif node.task in partners:
+                found = compared_pairs(node, partners[node.task], index, self.resolved_selection, limit, key)
+            else:  # none of the comparator's answers has a reward
+                found = []
             self.training_metrics.update(preference_key("pairs_per_item"), float(len(found)))
             for pair in found:
                 self.training_metrics.update(preference_key("reward_gap"), pair.gap)
@@ -207,7 +210,7 @@ class PreferenceModule(CooperativeModule):
         is_last: bool,
         batch_size: int | None,
     ) -> None:
-        """Optimizer steps on this training step's share of the pairs, none where it is empty.
+        """Optimizer steps on this training step's share of the pairs, none where it is empty, one idle without pairs.
 
         Args:
             learner: Whose loss.
@@ -217,6 +220,9 @@ class PreferenceModule(CooperativeModule):
             is_last: Whether it ends here.
             batch_size: Pairs per optimizer step over all ranks; None: the whole share.
         """
+        if not pairs:
+            self.idle_step()
+            return
         started = time.perf_counter()
         kinds = ("collect", "reward", "learn")
         ordered = shuffled(pairs, (self.seed, COMPARE, phase.round, kinds.index(phase.kind), phase.index))

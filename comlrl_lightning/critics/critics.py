@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from comlrl_lightning.agents.adapter_folders import save_adapters
 from comlrl_lightning.agents.attention import HALF
 from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
-from comlrl_lightning.agents.team import without_model_card
 from comlrl_lightning.agents.threads import run_together
+from comlrl_lightning.agents.whole_weights import check_values
 from comlrl_lightning.critics.inputs import CriticReader
 from comlrl_lightning.types import Completion
 
@@ -114,6 +115,7 @@ class CriticTeam(nn.Module):
         # Plain lists: the models that belong to the team are not part of this module.
         self.bodies = list(bodies)
         """What lies below each head."""
+        self._trained = [_trained_names(body) for body in bodies]
         self._heads = [Head(body.model.hidden_size, width, hidden_size) for body in bodies]
         self.heads = nn.ModuleList(self._heads)
         for body, head in zip(bodies, self._heads, strict=True):
@@ -206,8 +208,8 @@ class CriticTeam(nn.Module):
     def parameter_groups(self) -> dict[str, dict[str, nn.Parameter]]:
         """Trained parameters of ``critic``, or of ``critic_0``, ``critic_1``, ...; those of an agent are not in it."""
         return {
-            body.name: {**_named(head, "head"), **({} if body.is_agent else _trained(body))}
-            for body, head in zip(self.bodies, self._heads, strict=True)
+            body.name: {**_named(head, "head"), **({} if body.is_agent else _named(body.model, "model", names))}
+            for body, head, names in zip(self.bodies, self._heads, self._trained, strict=True)
         }
 
     def save(self, folder: str | Path) -> None:
@@ -230,34 +232,42 @@ def load_head(head: Head, folder: str | Path) -> None:
     """Load the weights of a head from the folder of a critic or agent.
 
     Raises:
-        ValueError: There is none, or it has another shape.
+        ValueError: There is none, it is broken, or it has another shape.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     path = Path(folder, HEAD_FILE)
     if not path.is_file():
         raise ValueError(f"The critic folder {str(folder)!r} holds no {HEAD_FILE}. Use one that save_agents wrote.")
-    saved, own = load_file(path), head.state_dict()
+    try:
+        saved, own = load_file(path), head.state_dict()
+    except SafetensorError as error:
+        raise ValueError(f"The head in {str(path)!r} cannot be read: {error}. Give an intact one.") from error
     shapes = [{name: tuple(value.shape) for name, value in weights.items()} for weights in (saved, own)]
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"The head in {str(path)!r} has the shapes {shapes[0]}, this critic {shapes[1]}. "
             "Use the same model, hidden_size and number of values."
         )
+    check_values(f"The head in {str(path)!r}", saved)
     head.load_state_dict(saved)
 
 
-def _named(module: nn.Module, prefix: str) -> dict[str, nn.Parameter]:
-    return {f"{prefix}.{path}": parameter for path, parameter in module.named_parameters()}
-
-
-def _trained(body: CriticBody) -> dict[str, nn.Parameter]:
-    """Trained parameters below the head of a critic that is no agent."""
+def _named(module: nn.Module, prefix: str, names: frozenset[str] | None = None) -> dict[str, nn.Parameter]:
+    """Parameters of a module, all or those of some names, with a prefix."""
     return {
-        f"model.{path}": parameter
+        f"{prefix}.{path}": parameter for path, parameter in module.named_parameters() if names is None or path in names
+    }
+
+
+def _trained_names(body: CriticBody) -> frozenset[str]:
+    """Names of the trained parameters below the head of a critic."""
+    return frozenset(
+        path
         for path, parameter in body.model.named_parameters()
         if parameter.requires_grad and (body.adapter is None or body.adapter in path.split("."))
-    }
+    )
 
 
 def _save_body(body: CriticBody, target: Path) -> None:
@@ -266,8 +276,5 @@ def _save_body(body: CriticBody, target: Path) -> None:
         body.model.causal.save_pretrained(target)
     else:
         assert body.adapter == target.name, "PEFT names the folder after the adapter"
-        with without_model_card(target.parent):
-            adapters.network.save_pretrained(
-                str(target.parent), selected_adapters=[body.adapter], save_embedding_layers=False
-            )
+        save_adapters(adapters.network, [body.adapter], target.parent)
     body.model.tokenizer.save_pretrained(target)

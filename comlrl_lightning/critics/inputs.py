@@ -56,7 +56,7 @@ class CriticReader:
             ValueError: There is no room for the answers of all agents.
         """
         if self.reading == "joint":
-            ids = self.tokenizer(joint_text(completions, self.with_completions)).input_ids
+            ids = self.tokenizer(joint_text(completions, self.with_completions), verbose=False).input_ids
             if self.with_completions and self.limit is not None and len(ids) > self.limit:
                 return self._cut_evenly(completions, ids)
             return self._cut(ids)
@@ -123,7 +123,7 @@ class CriticReader:
         return tuple(ids[:start]), tuple(ids[start + len(bare) :])
 
     def _bare(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
+        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
     def _warn(self, length: int, how: str) -> None:
         if not self._warned:

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from comlrl_lightning.agents.adapter_folders import load_adapter, load_adapters
 from comlrl_lightning.agents.adapters import Adapters
 from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
+from comlrl_lightning.agents.layer_names import check_layer_names
 from comlrl_lightning.agents.loading import (
     adapter_config,
     adapters_base,
     check_tokenizer,
-    load_adapters,
     load_base,
     load_tokenizer,
     lora_config,
     new_adapters,
-    without_noise,
 )
 from comlrl_lightning.agents.prompts import PromptEncoder
 from comlrl_lightning.agents.settings import LoraSettings, is_name
@@ -31,6 +31,7 @@ from comlrl_lightning.critics.settings import (
     ValueHead,
     check_critic,
 )
+from comlrl_lightning.utilities.quiet import without_noise
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -138,15 +139,18 @@ def _adapters_of_team(
                 "own. Give Separate(lora=LoraSettings()), or use ModelCritic(model=...)."
             )
         folder = None if settings.adapters is None else settings.adapters[agent]
-        with without_noise():
-            if folder is None:
-                lora = settings.lora or LoraSettings()
-                model.adapters.network.add_adapter(name, _beside_agents(lora, model.adapters))
-            else:
-                model.adapters.network.load_adapter(str(folder), name, is_trainable=True)
+        if folder is None:
+            with without_noise():
+                model.adapters.network.add_adapter(
+                    name, _beside_agents(settings.lora or LoraSettings(), model.adapters)
+                )
+        else:
+            load_adapter(model.adapters.network, name, str(folder))
         model.include_adapter(name, trained=not freeze)
         reader = _reader(name, model, reading, with_completions, settings.max_tokens)
         bodies.append(CriticBody(name, model, reader, name, False, folder))
+    if settings.lora is not None and settings.adapters is None:
+        check_layer_names("AdapterCritic(lora=LoraSettings", settings.lora, [body.model.causal for body in bodies])
     return bodies
 
 
@@ -176,6 +180,10 @@ def _models(
     else:
         loaded = [_load(settings, settings.model, settings.tokenizer, [name], freeze) for name in names]
         folders = [_head_folder(settings.model)] * len(names)
+    given = [settings.model] * len(names) if settings.models is None else settings.models
+    fresh = [model.causal for model, name in zip(loaded, given, strict=True) if adapter_config(name) is None]
+    if settings.lora is not None and fresh:
+        check_layer_names("ModelCritic(lora=LoraSettings", settings.lora, fresh)
     return [
         CriticBody(
             name,
@@ -193,12 +201,13 @@ def _load(settings: ModelCritic, model: Any, tokenizer: Any, names: Sequence[str
     """The model of a critic, or of several that have an adapter each on it."""
     source = model
     if (config := adapter_config(model)) is not None:
-        base_name, source = adapters_base(config, model, f"ModelCritic(...): the adapter folder {str(model)!r}")
-        base = load_base(settings, base_name, settings.dtype or "auto")
-        network = load_adapters(base, {name: str(model) for name in names})
+        owner = f"ModelCritic(...): the adapter folder {str(model)!r}"
+        base, source = adapters_base(settings, config, model, owner, needs_head=False)
+        network = load_adapters(base, {name: str(model) for name in names}, shared=len(names) > 1)
     else:
         trains_all = settings.lora is None and not freeze
-        base = load_base(settings, model, settings.dtype or ("float32" if trains_all else "auto"))
+        dtype = settings.dtype or ("float32" if trains_all else "auto")
+        base = load_base(settings, model, dtype, ", ".join(names), needs_head=False)
         network = base.requires_grad_(True) if settings.lora is None else new_adapters(base, settings.lora, [*names])
     own_tokenizer = load_tokenizer(source if tokenizer is None else tokenizer)
     loaded = LanguageModel(network, own_tokenizer, [], PromptEncoder(own_tokenizer), names=names)

@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 
 from comlrl_lightning.agents.settings import is_name
 from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic
+from comlrl_lightning.keywords import known_keywords
 from comlrl_lightning.utilities.checks import check_number, check_whole
+from comlrl_lightning.utilities.documentation import document_fields
 
 REWARD_MODEL = "reward_model"
 """Name of the reward model's adapter, of its parameter group and of its folder."""
 
 
+@known_keywords
+@document_fields
 @dataclass(frozen=True)
 class JointRewardModel:
     """A model that reads what all agents were asked and answered, and says how good their answers are together.

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from comlrl_lightning.agents.settings import LoraSettings, is_name
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.utilities.checks import check_whole
 
 
 @dataclass(frozen=True)
-class ValueHead:
+class ValueHead(KnownKeywords):
     """A critic that reads the hidden states of the agent itself: no more than a small head beside the model.
 
     Its loss reaches the agent's own adapter or weights, with `value_loss_coef` as its weight. For one critic per agent.
@@ -26,7 +27,7 @@ class ValueHead:
 
 
 @dataclass(frozen=True)
-class AdapterCritic:
+class AdapterCritic(KnownKeywords):
     """A critic with a LoRA adapter of its own on the agents' frozen base model: no second model is loaded.
 
     A central critic of agents with separate models lives on the model of agent 0.
@@ -50,7 +51,7 @@ class AdapterCritic:
 
 
 @dataclass(frozen=True)
-class ModelCritic:
+class ModelCritic(KnownKeywords):
     """A critic on a language model of its own, of any family, which reads texts through its own tokenizer.
 
     A loaded model is taken over: its dropout is switched off, and under `lora` its weights are frozen. A folder that

@@ -4,32 +4,51 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from comlrl_lightning.data.splits import Indexed, Split, imported, is_description, load
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.tasks.task import Task, load_task
 from comlrl_lightning.utilities.checks import is_whole
 
+ITEMS_PER_STEP = "batch_size times ranks"
+"""Name, in the state of a loader, of how many items a whole step has over all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A point of training, between two steps."""
+
+    epoch: int = 0
+    items: int = 0
+    """Items of the epoch, over all ranks, that were trained."""
+    batches: int = 0
+    """Training steps over all epochs."""
+    cut_at: int = 0
+    """Items of the epoch before, if it ended there although its data go on; 0 otherwise."""
+
 
 class EpochPosition:
-    """How far training has come: the epoch and the number of its items, over all ranks, that were trained."""
+    """How far training has come. It is the truth: loop counters of Lightning follow it when a run goes on."""
 
-    def __init__(self, epoch: int = 0) -> None:
-        self.epoch = epoch
-        self.items = 0
+    def __init__(self, epoch: int = 0, batches: int = 0) -> None:
+        self.now = Place(epoch, batches=batches)  # replaced as a whole, so that an interrupt leaves no half of a step
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of another epoch; Lightning calls it at the start of each."""
-        if epoch != self.epoch:
-            self.epoch, self.items = epoch, 0
+        if epoch != self.now.epoch:
+            self.now = Place(epoch, batches=self.now.batches)
 
-    def advance(self, epoch: int, stop: int, last: bool) -> None:
-        """Count the items up to `stop` of `epoch` as trained; `last` ends the epoch."""
-        self.epoch, self.items = (epoch + 1, 0) if last else (epoch, stop)
+    def advance(self, epoch: int, stop: int, last: bool, cut: bool = False) -> None:
+        """Count a step up to item `stop` of `epoch` as trained; `last` ends the epoch, `cut` before its data end."""
+        batches = self.now.batches + 1
+        self.now = Place(epoch + 1, 0, batches, stop if cut else 0) if last else Place(epoch, stop, batches)
 
 
 class TaskBatch:
@@ -68,7 +87,8 @@ class TaskBatch:
             last: Whether no step of this epoch follows, as ``trainer.is_last_batch`` says; none does when `is_last`.
         """
         if self._position is not None:
-            self._position.advance(self.epoch, self.stop, last or self.is_last)
+            cut = last and not self.is_last
+            self._position.advance(self.epoch, self.stop, last or self.is_last, cut)
 
 
 class TaskLoader:
@@ -106,9 +126,15 @@ class TaskLoader:
         self.sampler = position
 
     def __iter__(self) -> Iterator[TaskBatch]:
-        epoch, start = (0, 0) if self.sampler is None else (self.sampler.epoch, self.sampler.items)
+        now = Place() if self.sampler is None else self.sampler.now
+        epoch, start = now.epoch, now.items
         rows = islice(self.split.read(epoch, start), self.limit())
         ahead = next(rows, None)
+        if ahead is None and start:
+            raise ValueError(
+                f"{self.split.argument} has ended before item {start}, where the checkpoint was saved. Use the rows"
+                " that it was saved with, or resume from a checkpoint saved at the end of an epoch."
+            )
         while ahead is not None:
             step = [ahead, *islice(rows, self.world_size * self.batch_size - 1)]
             ahead = next(rows, None)
@@ -121,9 +147,10 @@ class TaskLoader:
         return None if self._limit is None else self._limit()
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and number of its items trained, with what gives them their meaning."""
-        position = self.sampler or EpochPosition()
-        return {"epoch": position.epoch, "position": position.items, **self._meaning()}
+        """Epoch, number of its items trained and of all steps, with what gives them their meaning."""
+        now = (self.sampler or EpochPosition()).now
+        counts = {"epoch": now.epoch, "position": now.items, "batches": now.batches, "cut_at": now.cut_at}
+        return {**counts, **self._meaning()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken.
@@ -139,10 +166,10 @@ class TaskLoader:
                         f"{self.split.argument}: {name}={value}, but the checkpoint was saved inside an epoch with "
                         f"{name}={state[name]}. Set it back, or resume from a checkpoint saved at the end of an epoch."
                     )
-        position.epoch, position.items = state["epoch"], state["position"]
+        position.now = Place(state["epoch"], state["position"], state["batches"], state["cut_at"])
 
     def _meaning(self) -> dict[str, Any]:
-        return {**self.split.meaning(), "batch_size times ranks": self.world_size * self.batch_size}
+        return {**self.split.meaning(), ITEMS_PER_STEP: self.world_size * self.batch_size}
 
 
 class SizedTaskLoader(TaskLoader):
@@ -155,7 +182,7 @@ class SizedTaskLoader(TaskLoader):
         return -(-min(num_items, num_items if limit is None else limit) // step)
 
 
-class TaskDataModule(LightningDataModule):
+class TaskDataModule(LightningDataModule, KnownKeywords):
     """Task items for training and evaluation.
 
     A split is a `datasets.Dataset`, a `datasets.IterableDataset` or any sequence of dicts; or, as in YAML, a mapping of
@@ -244,8 +271,24 @@ class TaskDataModule(LightningDataModule):
     def train_dataloader(self) -> TaskLoader:
         """Batches of the training split for this rank, from the position that a checkpoint left."""
         # Lightning names the epoch only after it has read the first item of a stream: begin with the right one.
-        epoch = 0 if self.trainer is None else self.trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
-        return self._loader(self._open("train_dataset"), self.batch_size, position=EpochPosition(epoch))
+        loop: Any = None if self.trainer is None else self.trainer.fit_loop
+        counts = (loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.total.processed) if loop else ()
+        return self._loader(self._training_split(), self.batch_size, position=EpochPosition(*counts))
+
+    def _training_split(self) -> Split:
+        split = self._open("train_dataset")
+        num_batches = 0 if self.trainer is None else self.trainer.overfit_batches  # type: ignore[attr-defined]
+        if not num_batches:
+            return split
+        # Lightning takes what is no sampler of torch for one that shuffles, and cannot turn ours off.
+        warnings.filterwarnings("ignore", message="You requested to overfit but enabled")
+        if not self.shuffle:
+            return split
+        rank_zero_warn(
+            f"Trainer(overfit_batches={num_batches}) trains the same items in each epoch: shuffle=True is off, and they"
+            " are the first of train_dataset."
+        )
+        return split.in_order()
 
     @override
     def val_dataloader(self) -> TaskLoader | list[TaskLoader]:

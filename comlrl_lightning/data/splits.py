@@ -51,6 +51,7 @@ class Split:
 
     def __init__(self, dataset: object, argument: str, shuffle: bool = False, seed: int = 0) -> None:
         self.argument = argument
+        self._dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
         self.num_items: int | None = None
@@ -100,6 +101,10 @@ class Split:
                 "Give a dataset with a length, a datasets.IterableDataset, or shuffle=False."
             )
         self._stream = stream.shuffle(seed=self.seed)
+
+    def in_order(self) -> Split:
+        """The same rows, in each epoch in the order of the dataset."""
+        return Split(self._dataset, self.argument, seed=self.seed)
 
     def read(self, epoch: int, start: int) -> Iterator[Indexed]:
         """Index and row of each item of `epoch` from position `start` on.

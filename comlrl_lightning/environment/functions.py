@@ -36,6 +36,7 @@ class TaskFunctions:
         *,
         external_prompt_passthrough: bool = False,
         joint_format: JointFormat | None = None,
+        none_as_nan: bool = False,
         workers: RewardWorkers | None = None,
     ) -> TaskFunctions:
         """Put functions behind checked calls.
@@ -48,13 +49,14 @@ class TaskFunctions:
             transition: The prompts of the turns after the first.
             external_prompt_passthrough: Use the transition's prompts without the formatters.
             joint_format: How one model answers for all agents.
+            none_as_nan: NaN stands for rewards that are None; else None is an error.
             workers: Where the reward runs; None: in place.
 
         Raises:
             ValueError: If a function does not fit.
         """
         workers = workers or RewardWorkers()
-        reward = RewardFunction(reward_func, num_agents, reward_processor)
+        reward = RewardFunction(reward_func, num_agents, reward_processor, none_as_nan=none_as_nan)
         workers.check(reward)
         return cls(
             Formatters(formatters, num_agents),

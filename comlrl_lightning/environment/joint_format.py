@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 from comlrl_lightning.environment.prompts import checked_prompt
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.types import Prompt, prompt_text
 from comlrl_lightning.utilities.calls import UserFunction, qualified_name, short
 
@@ -40,7 +41,7 @@ Collaboration = Literal["decentralized", "centralized"] | JointFormat
 
 
 @dataclass(frozen=True)
-class TaggedSections(JointFormat):
+class TaggedSections(JointFormat, KnownKeywords):
     """One section per agent, between an opening and a closing tag.
 
     A section starts at the first opening tag of its agent and ends at the next tag, whichever it is, or where the

@@ -6,15 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
-from comlrl_lightning.rewards import (
-    REWARD_KEYWORDS,
-    PartSums,
-    RewardProcessor,
-    RewardProcessors,
-    WeightedRewards,
-)
+from comlrl_lightning.rewards import REWARD_KEYWORDS, PartSums, RewardProcessor, RewardProcessors, WeightedRewards
 from comlrl_lightning.types import Prompt
 from comlrl_lightning.utilities.calls import (
     Place,
@@ -69,6 +64,7 @@ class RewardFunction:
         num_agents: N.
         processor: Maps each reward.
         per_agent: The function returns `num_agents` numbers per joint completion, one per agent.
+        none_as_nan: NaN stands for rewards that are None, unprocessed; else None is an error.
 
     Raises:
         ValueError: If a function cannot be called so.
@@ -81,11 +77,13 @@ class RewardFunction:
         processor: RewardProcessor | None = None,
         *,
         per_agent: bool = False,
+        none_as_nan: bool = False,
     ) -> None:
         passes = f"{num_agents} list{'s' if num_agents > 1 else ''} of completions, one per agent"
         self._function = UserFunction(func, "reward_func", num_agents, REWARD_KEYWORDS, passes)
         self._num_agents = num_agents
         self.per_agent = per_agent
+        self.none_as_nan = none_as_nan
         if per_agent and isinstance(func, WeightedRewards):
             raise ValueError(
                 "per_agent_rewards=True does not go with WeightedRewards, which adds up one number per joint"
@@ -134,11 +132,12 @@ class RewardFunction:
         if call.prompts is not None:
             keywords["prompts"] = deepcopy([*call.prompts])
         nobody: AbstractContextManager[list[PartSums]] = nullcontext([])
-        with nobody if self._weighted is None else self._weighted.collected() as parts:
+        with nobody if self._weighted is None else self._weighted.collected(self.none_as_nan) as parts:
             values = self._function(place, *(list(texts) for texts in call.completions), **keywords)
+        none = {"none_as_nan": self.none_as_nan}
         if self.per_agent:
-            return Measured(rows_of(values, count, self._num_agents, self.label, place))
-        return Measured([[value] for value in finite_floats(values, count, self.label, place)], parts)
+            return Measured(rows_of(values, count, self._num_agents, self.label, place, **none))
+        return Measured([[value] for value in finite_floats(values, count, self.label, place, **none)], parts)
 
     def processed(self, call: RewardCall, measured: Measured) -> list[list[float]]:
         """`[J][1]` or `[J][N]` rewards after processing, which comes in the order of the calls, unlike measuring."""
@@ -146,7 +145,11 @@ class RewardFunction:
             return measured.rows
         place = call.place
         return [
-            [finite_float(processor(place, reward), processor.label, place) for reward in row] for row in measured.rows
+            [
+                reward if isnan(reward) else finite_float(processor(place, reward), processor.label, place)
+                for reward in row
+            ]
+            for row in measured.rows
         ]
 
     @property
@@ -183,7 +186,7 @@ class RewardFunction:
             if isinstance(func, WeightedRewards):
                 func.check(num_agents, keywords, passes)
         processor = None if self._processor is None else self._processor.func
-        return RewardFunction(func, num_agents, processor, per_agent=per_agent)
+        return RewardFunction(func, num_agents, processor, per_agent=per_agent, none_as_nan=self.none_as_nan)
 
     @property
     def part_names(self) -> tuple[str, ...]:

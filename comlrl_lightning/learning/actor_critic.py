@@ -111,17 +111,20 @@ class ActorCriticLearner(Learner):
 
     @override
     def advantages(
-        self, buffer: Sequence[CreditedNode], num_turns: int, kappa: Sequence[Tensor] | None
-    ) -> list[Tensor]:
+        self, buffer: Sequence[CreditedNode], num_turns: int, kappa: Sequence[Sequence[Tensor]] | None
+    ) -> list[list[Tensor]]:
         raw = torch.tensor([_critique(entry).advantages for entry in buffer], dtype=torch.float64)
         raw = raw.reshape(len(buffer), self.team.num_agents)
         if self.value.advantage_normalization:
             turns = torch.tensor([entry.node.turn for entry in buffer])
             raw = self._normalized(raw, [turns == turn for turn in range(1, num_turns + 1)])
         if kappa is None:
-            return [row[:, None] for row in raw]
+            return [list(row[:, None]) for row in raw]
         coefficient = self.settings.reference_kl_coef
-        return [subtract_kl(row[:, None], own, coefficient, "none") for row, own in zip(raw, kappa, strict=True)]
+        return [
+            [subtract_kl(one, own, coefficient, "none") for one, own in zip(row[:, None], of_node, strict=True)]
+            for row, of_node in zip(raw, kappa, strict=True)
+        ]
 
     def _normalized(self, advantages: Tensor, turns: Sequence[Tensor]) -> Tensor:
         """`[nodes, N]` advantages, centered and scaled per agent and turn over the buffers of all ranks.

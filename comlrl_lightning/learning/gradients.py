@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -13,6 +15,27 @@ from comlrl_lightning.utilities.distributed import all_reduce_sum, world_size
 
 Group = Sequence[Parameter]
 """The trainable parameters of one agent."""
+
+
+@dataclass(slots=True)
+class IdleSteps:
+    """Optimizer steps in a row without anything to learn; a warning after ten of them, and ten times as many."""
+
+    in_a_row: int = 0
+    warn_at: int = 10
+
+    def count(self, *, is_idle: bool) -> None:
+        """Count a step. Call it on every rank, with the same answer."""
+        self.in_a_row = self.in_a_row + 1 if is_idle else 0
+        if self.in_a_row < self.warn_at:
+            return
+        self.warn_at *= 10
+        rank_zero_warn(
+            f"The last {self.in_a_row} optimizer steps had nothing to learn: all joint completions of an item had the"
+            " same reward. max_steps and lr_scheduler count such steps; no weight moved. Look at turn_1/reward_mean."
+            " Give rewards that tell completions apart (partial credit), easier items or a stronger model, or raise"
+            " num_generations (num_candidates for pairs) or sampling.temperature."
+        )
 
 
 def average_gradients(groups: Sequence[Group], num_nodes: int, is_active: Sequence[bool]) -> list[bool]:

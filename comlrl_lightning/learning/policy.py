@@ -134,14 +134,14 @@ class Learner(ABC):
 
     @abstractmethod
     def advantages(
-        self, buffer: Sequence[CreditedNode], num_turns: int, kappa: Sequence[Tensor] | None
-    ) -> list[Tensor]:
-        """`[nodes][N, K]` advantages in float64. Call it on every rank.
+        self, buffer: Sequence[CreditedNode], num_turns: int, kappa: Sequence[Sequence[Tensor]] | None
+    ) -> list[list[Tensor]]:
+        """`[nodes][N][K]` advantages in float64. Call it on every rank.
 
         Args:
             buffer: Nodes of this rank.
             num_turns: T, the same on every rank.
-            kappa: `[nodes][N, K]` log-ratio to the reference policy; None without a penalty.
+            kappa: `[nodes][N][K]` log-ratio to the reference policy; None without a penalty.
         """
 
     def active_groups(self, nodes: Sequence[PreparedNode]) -> set[str]:
@@ -282,25 +282,28 @@ class Learner(ABC):
         mask = torch.arange(log_probs.shape[1], device=log_probs.device) < lengths[:, None]
         return sequence_kl(log_probs, reference_log_probs, mask), kl_estimate(log_probs, reference_log_probs, mask)
 
-    def record_kl(self, table: MetricTable, nodes: Sequence[Node]) -> list[Tensor]:
+    def record_kl(self, table: MetricTable, nodes: Sequence[Node]) -> list[list[Tensor]]:
         """Log the reference KL of some nodes, scored anew.
 
         Returns:
-            `[nodes][N, K]` kappa in float64.
+            `[nodes][N][K]` kappa in float64.
         """
         completions = [one for node in nodes for group in node.completions for one in group]
         return self._record_kl(table, nodes, *self.kl(completions, self.score(completions)))
 
-    def _record_kl(self, table: MetricTable, nodes: Sequence[Node], kappa: Tensor, estimate: Tensor) -> list[Tensor]:
+    def _record_kl(
+        self, table: MetricTable, nodes: Sequence[Node], kappa: Tensor, estimate: Tensor
+    ) -> list[list[Tensor]]:
         kappa, estimate = kappa.cpu(), estimate.cpu()
-        per_node, first = [], 0
+        per_node: list[list[Tensor]] = []
+        first = 0
         for node in nodes:
-            shape = (len(node.completions), len(node.completions[0]))
-            last = first + shape[0] * shape[1]
+            sizes = [len(group) for group in node.completions]
+            last = first + sum(sizes)
             penalty = self.settings.reference_kl_coef * kappa[first:last]
             table.update(turn_key(node.turn, "reference_kl_mean"), estimate[first:last].mean(), last - first)
             table.update(turn_key(node.turn, "reference_kl_penalty_mean"), penalty.mean(), last - first)
-            per_node.append(kappa[first:last].reshape(shape).double())
+            per_node.append(list(torch.split_with_sizes(kappa[first:last].double(), sizes)))
             first = last
         return per_node
 
@@ -348,19 +351,32 @@ class GroupRelativeLearner(Learner):
 
     @override
     def advantages(
-        self, buffer: Sequence[CreditedNode], num_turns: int, kappa: Sequence[Tensor] | None
-    ) -> list[Tensor]:
-        returns = [torch.tensor(entry.returns, dtype=torch.float64) for entry in buffer]
+        self, buffer: Sequence[CreditedNode], num_turns: int, kappa: Sequence[Sequence[Tensor]] | None
+    ) -> list[list[Tensor]]:
+        returns = [_tables(entry) for entry in buffer]
         moments = torch.zeros(num_turns, self.team.num_agents, 2, dtype=torch.float64)
         for entry, values in zip(buffer, returns, strict=True):
-            moments[entry.node.turn - 1] += torch.stack([batch_moments(group) for group in values])
+            moments[entry.node.turn - 1] += torch.stack([batch_moments(group) for table in values for group in table])
         if self.normalization == "batch":
             moments = all_reduce_sum(moments)
         advantages = []
         for position, (entry, values) in enumerate(zip(buffer, returns, strict=True)):
             rms = torch.stack([batch_rms(agent) for agent in moments[entry.node.turn - 1]])[:, None]
-            result = group_advantages(values, self.baseline, self.normalization, rms=rms)
+            of_tables = zip(values, torch.split_with_sizes(rms, [len(table) for table in values]), strict=True)
+            rows = [
+                row
+                for table, scale in of_tables
+                for row in group_advantages(table, self.baseline, self.normalization, rms=scale)
+            ]
             if kappa is not None:
-                result = subtract_kl(result, kappa[position], self.settings.reference_kl_coef, self.kl_baseline)
-            advantages.append(result)
+                pairs, coefficient = zip(rows, kappa[position], strict=True), self.settings.reference_kl_coef
+                rows = [subtract_kl(row, own, coefficient, self.kl_baseline) for row, own in pairs]
+            advantages.append(rows)
         return advantages
+
+
+def _tables(entry: CreditedNode) -> list[Tensor]:
+    """Returns of a node's completions: one `[N, K]` table, or a `[1, K]` table per agent where K differs."""
+    if len({len(group) for group in entry.returns}) == 1:
+        return [torch.tensor(entry.returns, dtype=torch.float64)]
+    return [torch.tensor([group], dtype=torch.float64) for group in entry.returns]

@@ -1,4 +1,4 @@
-"""One optimizer step: backward passes, the mean of gradients over ranks, clipping per group, and its metrics."""
+"""Gradients of one optimizer step: backward passes, their mean over ranks, clipping per group, and metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol, TypeVar
 
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
@@ -51,7 +50,7 @@ class StepLearner(Protocol[R, S]):
 
 
 class OptimizerSteps:
-    """Takes optimizer steps on mini-batches of any learner.
+    """Accumulates the gradients of mini-batches of any learner.
 
     Args:
         metrics: Table that gets gradient norms, losses and skipped updates.
@@ -66,44 +65,39 @@ class OptimizerSteps:
         self.max_grad_norm = max_grad_norm
         self.on_nonfinite = on_nonfinite
 
-    def step(
+    def accumulate(
         self,
         learner: StepLearner[R, S],
         rows: Sequence[R],
-        optimizer: LightningOptimizer,
         backward: Callable[[Tensor], None],
         env_step: int,
-    ) -> bool:
-        """One optimizer step on this rank's rows, which may be empty. Call it on every rank.
+    ) -> Literal["moves", "idle", "nonfinite"]:
+        """Gradients of an optimizer step on this rank's rows, which may be empty. Call it on every rank.
 
         Args:
             learner: Loss over rows.
             rows: Mini-batch of this rank.
-            optimizer: Optimizer of all groups.
             backward: Backward pass of a loss, without communication between ranks.
             env_step: Position of the run, for messages.
 
         Returns:
-            Whether the optimizer stepped.
+            Whether the step moves weights, has nothing to learn from, or is to be left out.
 
         Raises:
             ValueError: If a loss or gradient is not finite and that stops the run.
         """
-        optimizer.zero_grad(set_to_none=True)
         stats = learner.new_stats()
         for loss in learner.losses(rows, stats):
             backward(loss)
         groups = {name: list(group.values()) for name, group in learner.parameter_groups().items()}
         active_here = learner.active_groups(rows)
-        active = average_gradients(list(groups.values()), len(rows), [name in active_here for name in groups])
-        moving = {name: group for (name, group), moves in zip(groups.items(), active, strict=True) if moves}
+        moves = [name in active_here and any(one.requires_grad for one in group) for name, group in groups.items()]
+        active = average_gradients(list(groups.values()), len(rows), moves)
+        moving = {name: group for (name, group), is_active in zip(groups.items(), active, strict=True) if is_active}
         if moving and not self._clip(moving, stats, env_step):
-            return False
+            return "nonfinite"
         stats.record(self.metrics, len(rows))
-        if not moving:
-            return False
-        optimizer.step()
-        return True
+        return "moves" if moving else "idle"
 
     def _clip(self, groups: Mapping[str, Sequence[Parameter]], stats: StepStats, env_step: int) -> bool:
         """Clip each group's gradients; False when they or the losses are not finite and the step is to be skipped."""

@@ -22,6 +22,7 @@ from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.environment.joint_format import Collaboration
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.preferences.api import Answer, HTTPChat, Messages, complete_all, messages_of, wait_unless
 from comlrl_lightning.preferences.external import ForeignSampler, SectionCounts, generation_format, same_tokens
 from comlrl_lightning.preferences.providers import PROVIDERS
@@ -34,7 +35,7 @@ TAG_TOKENS = 16
 """What the tags of one agent's section may take of a joint completion, beside its answer."""
 
 
-class Comparator(ABC):
+class Comparator(ABC, KnownKeywords):
     """Answers the prompts of the agents, for comparison.
 
     Settings are arguments; whatever changes during a run is in `state_dict`.

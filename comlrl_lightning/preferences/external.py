@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -118,7 +118,7 @@ class ForeignSampler:
     def _prompt_ids(self, request: GenerationRequest, sampling: Sampling) -> tuple[int, ...]:
         speaker = self.team.speaker(request.agent)
         limit = speaker.prompt_limit(request.agent, sampling.max_new_tokens)
-        return speaker.prompts.encode(request.agent, request.prompt, limit)
+        return speaker.prompts.encode(request.agent, request.prompt, limit, request.place)
 
     def _split(
         self,
@@ -132,7 +132,7 @@ class ForeignSampler:
         assert all([request.agent for request in block] == list(range(num_agents)) for block in blocks)
         with user_code():
             prompts = [merged_prompt(joint_format, [request.prompt for request in block]) for block in blocks]
-        merged = [GenerationRequest(0, prompt, block[0].keys) for prompt, block in zip(prompts, blocks, strict=True)]
+        merged = [replace(block[0], agent=0, prompt=prompt) for prompt, block in zip(prompts, blocks, strict=True)]
         groups = self._ask(merged, sampling, num_agents, progress)
         with user_code():
             split = [[self._sections(joint_format, answer) for answer in group] for group in groups]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from typing_extensions import override
 
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.preferences.pairs import PreferencePair, Round
 from comlrl_lightning.utilities.checks import check_whole
 from comlrl_lightning.utilities.rng import generator_of
@@ -73,7 +74,7 @@ def draw_pairs(
     return [drawn[index] for index in generator.permutation(len(drawn))]
 
 
-class Replay(ABC):
+class Replay(ABC, KnownKeywords):
     """Chooses the pairs that a round learns from."""
 
     @property

@@ -19,7 +19,9 @@ from comlrl_lightning.environment.reward import RewardCall
 from comlrl_lightning.environment.reward_workers import Scores, Scoring
 from comlrl_lightning.environment.torch_modes import user_code
 from comlrl_lightning.rewards import PartSums, part_means
+from comlrl_lightning.rollouts.unscored import is_known, without_unscored
 from comlrl_lightning.types import Completion, Node, Prompt, Rollouts, joint_indices, texts
+from comlrl_lightning.utilities.calls import Place
 from comlrl_lightning.utilities.checks import check_whole
 
 TurnProgress = Callable[[int, int], None]
@@ -67,9 +69,9 @@ class RolloutShape:
             raise ValueError(f"joint_mode={self.joint_mode!r} is unknown. Use 'aligned' or 'cross'.")
 
     def continues(self, rewards: Sequence[float]) -> bool:
-        """Whether a node with these `[J]` processed rewards is expanded, if turns remain."""
-        threshold = self.early_termination_threshold
-        return threshold is None or sum(rewards) / len(rewards) <= threshold
+        """Whether a node with these `[J]` processed rewards, NaN where unknown, is expanded, if turns remain."""
+        threshold, known = self.early_termination_threshold, [reward for reward in rewards if is_known(reward)]
+        return bool(known) and (threshold is None or sum(known) / len(known) <= threshold)
 
     def num_nodes(self, num_agents: int) -> int:
         """Largest number of nodes that one task item can grow to, if so many agents are sampled."""
@@ -126,12 +128,15 @@ class Collector:
         """N, agents of the task, whoever writes their answers."""
         assert team.num_agents == (self.num_roles if functions.joint_format is None else 1), "the team does not fit"
 
-    def collect(self, items: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> Rollouts:
+    def collect(
+        self, items: Sequence[Mapping[str, Any]], indices: Sequence[int], *, keep_unscored: bool = False
+    ) -> Rollouts:
         """Roll out all items together.
 
         Args:
             items: `[B]` task items.
             indices: `[B]` positions of the items in their dataset.
+            keep_unscored: Joint completions whose reward is None stay, with NaN as reward; see `without_unscored`.
 
         Returns:
             The scored nodes, breadth first.
@@ -172,7 +177,10 @@ class Collector:
         seconds = generation_seconds, reward_seconds
         num_late = None if self.functions.workers.timeout_value is None else self._num_late
         parts = part_means(self._parts)
-        return Rollouts(tuple(items), tuple(indices), tuple(nodes), *seconds, self._num_unparsed, num_late, parts)
+        counts = self._num_unparsed, num_late
+        rollouts = Rollouts(tuple(items), tuple(indices), tuple(nodes), *seconds, *counts, reward_parts=parts)
+        leaves_out = self.functions.reward.none_as_nan and not keep_unscored
+        return without_unscored(rollouts) if leaves_out else rollouts
 
     def _root(self, task: int) -> _Branch:
         with user_code():
@@ -191,6 +199,7 @@ class Collector:
                 prompt,
                 tuple((*self.key, self._indices[branch.task], *branch.path, agent, sample) for sample in samples),
                 prefixes,
+                Place(self._items[branch.task], self._indices[branch.task], turn),
             )
             for branch in branches
             for agent, prompt in enumerate(self._asked(branch))
@@ -282,6 +291,8 @@ class Collector:
 
     def _children(self, branch: _Branch, node: Node, position: int) -> Iterator[_Branch]:
         for index in range(len(node.joint)):
+            if not is_known(node.rewards[index]):
+                continue
             answers = node.answers(index)
             prompt_history = _extend(branch.prompt_history, branch.prompts)
             response_history = _extend(branch.response_history, answers)

@@ -81,9 +81,9 @@ def assign_credit(rollouts: Rollouts, discount: float) -> list[CreditedNode]:
     own = _own_returns(nodes, discount) or [shared] * len(nodes[0].completions)
     credited = []
     for position, node in enumerate(nodes):
-        joint, num_generations = torch.tensor(node.joint), len(node.completions[0])
+        joint, sizes = torch.tensor(node.joint), [len(group) for group in node.completions]
         rows = [
-            agent_returns(returns[position], joint, num_generations)[agent].tolist()
+            agent_returns(returns[position], joint, max(sizes))[agent, : sizes[agent]].tolist()
             for agent, returns in enumerate(own)
         ]
         credited.append(CreditedNode(node, tuple(shared[position].tolist()), _nested(rows), weights[position]))

@@ -9,9 +9,19 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from comlrl_lightning.metrics import LEARNED, REWARD_TIMEOUTS, UNPARSED, MetricTable, agent_key, part_key, turn_key
+from comlrl_lightning.metrics import (
+    LEARNED,
+    LEFT_OUT,
+    REWARD_TIMEOUTS,
+    UNPARSED,
+    MetricTable,
+    agent_key,
+    part_key,
+    turn_key,
+)
 from comlrl_lightning.rollouts.collect import RolloutShape
 from comlrl_lightning.rollouts.credit import CreditedNode, assign_credit
+from comlrl_lightning.rollouts.unscored import is_known
 from comlrl_lightning.types import Node, Rollouts
 
 
@@ -48,21 +58,28 @@ def record_collection(table: MetricTable, rollouts: Rollouts) -> None:
             table.update(agent_key(agent, "truncated_share"), _column([one.truncated for one in group]))
     record_unparsed(table, rollouts)
     record_late(table, rollouts)
+    record_left_out(table, rollouts)
     table.update("time/generation", rollouts.generation_seconds)
     table.update("time/reward", rollouts.reward_seconds)
 
 
 def record_unparsed(table: MetricTable, rollouts: Rollouts) -> None:
     """The share of completions in which no answer was found, where one model answers for all."""
-    num_scored = rollouts.num_scored
-    if num_scored and any(node.sections is not None for node in rollouts.nodes):
-        table.update(UNPARSED, rollouts.num_unparsed / num_scored, num_scored)
+    num_sampled = rollouts.num_scored + (rollouts.num_left_out or 0)
+    if num_sampled and any(node.sections is not None for node in rollouts.nodes):
+        table.update(UNPARSED, rollouts.num_unparsed / num_sampled, num_sampled)
 
 
 def record_late(table: MetricTable, rollouts: Rollouts) -> None:
     """How many calls of the reward function ran out of time, where a reward stands for them."""
     if rollouts.num_late is not None:
         table.update(REWARD_TIMEOUTS, float(rollouts.num_late))
+
+
+def record_left_out(table: MetricTable, rollouts: Rollouts) -> None:
+    """How many joint completions were left out for want of a reward, where that is no error."""
+    if rollouts.num_left_out is not None:
+        table.update(LEFT_OUT, float(rollouts.num_left_out))
 
 
 def record_final_rewards(table: MetricTable, rollouts: Rollouts) -> None:
@@ -96,7 +113,7 @@ def prediction(rollouts: Rollouts, node: Node) -> dict[str, Any]:
         "turn": node.turn,
         "prompts": list(node.prompts),
         "completions": node.answers(0),
-        "reward": node.rewards[0],
+        "reward": node.rewards[0] if is_known(node.rewards[0]) else None,
     }
 
 

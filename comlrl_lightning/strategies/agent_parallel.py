@@ -17,11 +17,12 @@ from typing_extensions import override
 from comlrl_lightning.agents.settings import Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.critics.critics import CriticTeam
+from comlrl_lightning.keywords import KnownKeywords
 
 Device = str | torch.device
 
 
-class AgentParallel(SingleDeviceStrategy):
+class AgentParallel(SingleDeviceStrategy, KnownKeywords):
     """Trains ``agents=Separate(...)`` with each model on a device of its own, all in one process.
 
     Rollouts, scores and updates of the agents run at the same time, in a thread per model, and change no result: what

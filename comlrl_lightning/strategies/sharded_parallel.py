@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.strategies.sharding import Lockstep, lockstep_of
 from comlrl_lightning.utilities.checks import check_number
 from comlrl_lightning.utilities.distributed import meet_by
@@ -21,7 +22,7 @@ from comlrl_lightning.utilities.distributed import meet_by
 T = TypeVar("T")
 
 
-class ShardedParallel(ModelParallelStrategy):
+class ShardedParallel(ModelParallelStrategy, KnownKeywords):
     """Trains like ``strategy="ddp"``, with the frozen weights of decoder layers divided among the processes (FSDP2).
 
     A layer's weights come together while it computes, at every token of a rollout, too: slower than ``"ddp"``, and for

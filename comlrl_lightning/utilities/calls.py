@@ -41,6 +41,10 @@ _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxtuple = 3, 4, 4, 4
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
+LARGEST = 3.4028234663852886e38
+"""The largest float32, in which updates compute: means and squares of larger numbers overflow somewhere on the way."""
+
+
 @runtime_checkable
 class _ArrayLike(Protocol):
     """A tensor or an array: its numbers come out by `tolist`."""
@@ -87,6 +91,11 @@ class UserFunction:
         if inspect.isclass(func):
             name = qualified_name(func)
             raise ValueError(f"{argument}={name} is a class. Give an object of it, {func.__name__}(...).")
+        if _is_async(func):
+            raise ValueError(
+                f"{argument}={qualified_name(func)} is an async function, and what it returns would have to be awaited."
+                f" Give a function that runs it, for example one that returns asyncio.run(...)."
+            )
         self.func = func
         self.label = f"{argument}={qualified_name(func)}"
         self.keywords = self._read(num_positional, keywords, passes)
@@ -124,7 +133,7 @@ class UserFunction:
         """Call the function; an exception of it keeps its type and traceback and gets a note."""
         chosen = {name: value for name, value in keywords.items() if name in self.keywords}
         try:
-            return self.func(*args, **chosen)
+            result = self.func(*args, **chosen)
         except StopIteration as error:  # a training loop would take it for its own end and stop in silence
             raise RuntimeError(
                 f"{self.label} raised StopIteration for {place}. Catch it, or give next() a default."
@@ -132,6 +141,16 @@ class UserFunction:
         except Exception as error:
             error.add_note(f"Raised in {self.label} for {place}.")
             raise
+        if inspect.iscoroutine(result):
+            result.close()
+            raise ValueError(f"{self.label} returned a coroutine for {place}. Give a function that runs it to its end.")
+        return result
+
+
+def _is_async(func: Callable[..., Any]) -> bool:
+    """Whether a call gives something to await or to iterate over with ``async for``."""
+    called = func if inspect.isroutine(func) or isinstance(func, functools.partial) else type(func).__call__
+    return inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)
 
 
 def qualified_name(func: Callable[..., Any]) -> str:
@@ -168,15 +187,15 @@ def finite_float(value: object, source: str, place: Place) -> float:
     """One number as a float.
 
     Args:
-        value: A Python, numpy or torch number.
+        value: A Python, numpy or torch number; a boolean counts as 1 or 0.
         source: What returned it, for the message.
         place: Where, for the message.
 
     Raises:
-        ValueError: If it is not a finite number; booleans are not numbers.
+        ValueError: If it is not a finite number that float32 can hold.
     """
     number = _in_builtins(value, source, place)
-    if isinstance(number, bool) or not isinstance(number, Real):
+    if not isinstance(number, Real):
         raise ValueError(f"{source} gave {short(value)} for {place}, which is not a number. Return a finite float.")
     try:
         result = float(number)
@@ -184,10 +203,15 @@ def finite_float(value: object, source: str, place: Place) -> float:
         result = math.inf
     if not math.isfinite(result):
         raise ValueError(f"{source} gave {result} for {place}. Return a finite float.")
+    if abs(result) > LARGEST:
+        raise ValueError(
+            f"{source} gave {result} for {place}, which is beyond {LARGEST:.2e}, the largest number that an update can"
+            " compute with. Return smaller rewards."
+        )
     return result
 
 
-def finite_floats(values: object, count: int, source: str, place: Place) -> list[float]:
+def finite_floats(values: object, count: int, source: str, place: Place, *, none_as_nan: bool = False) -> list[float]:
     """`[J]` floats out of what a reward function returned.
 
     Args:
@@ -195,6 +219,7 @@ def finite_floats(values: object, count: int, source: str, place: Place) -> list
         count: J, how many there must be.
         source: What returned them, for the message.
         place: Where, for the message.
+        none_as_nan: NaN stands for None, which is an error otherwise.
 
     Raises:
         ValueError: If it is something else, of another length, or not all numbers are finite.
@@ -208,10 +233,12 @@ def finite_floats(values: object, count: int, source: str, place: Place) -> list
             f"{source} returned {length} value{'' if length == 1 else 's'} for {count} joint completions of {place}: "
             f"{short(numbers)}. {wanted}"
         )
-    return [finite_float(number, source, place) for number in numbers]
+    return [_number(number, source, place, none_as_nan) for number in numbers]
 
 
-def rows_of(values: object, count: int, num_agents: int, source: str, place: Place) -> list[list[float]]:
+def rows_of(
+    values: object, count: int, num_agents: int, source: str, place: Place, *, none_as_nan: bool = False
+) -> list[list[float]]:
     """`[J][N]` floats out of what a reward function with one reward per agent returned.
 
     Args:
@@ -220,18 +247,33 @@ def rows_of(values: object, count: int, num_agents: int, source: str, place: Pla
         num_agents: N, how many numbers each must hold.
         source: What returned them, for the message.
         place: Where, for the message.
+        none_as_nan: A row of NaN stands for None in place of a row or of a number of it, which is an error otherwise.
 
     Raises:
         ValueError: If it is something else, of another shape, or not all numbers are finite.
     """
     outer = _in_builtins(values, source, place)
     rows: list[Any] = [_in_builtins(row, source, place) for row in outer] if _is_list(outer) else []
+    if none_as_nan:
+        rows = [[None] * num_agents if row is None else row for row in rows]
     if len(rows) != count or not all(_is_list(row) and len(row) == num_agents for row in rows):
         raise ValueError(
             f"{source} returned {short(values)} for {count} joint completions of {place}. Return a list of {count}"
             f" rows with {num_agents} finite floats each, one per agent, or leave per_agent_rewards out."
         )
-    return [[finite_float(number, source, place) for number in row] for row in rows]
+    numbers = [[_number(number, source, place, none_as_nan) for number in row] for row in rows]
+    return [[math.nan] * num_agents if any(map(math.isnan, row)) else row for row in numbers]
+
+
+def _number(value: object, source: str, place: Place, none_as_nan: bool) -> float:
+    if none_as_nan and value is None:
+        return math.nan
+    try:
+        return finite_float(value, source, place)
+    except ValueError as error:
+        if value is None:
+            error.add_note('reward_none="skip" leaves joint completions whose reward is None out of their groups.')
+        raise
 
 
 def check_unicode(text: str, source: str, place: object) -> None:

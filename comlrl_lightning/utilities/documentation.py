@@ -7,7 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 C = TypeVar("C", bound=type)
 
@@ -58,11 +58,3 @@ def _own_texts(cls: type) -> Iterator[tuple[str, str]]:
         match statement, following:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 yield name, inspect.cleandoc(text)
-
-
-def suggestion(name: str, known: Any) -> str:
-    """`` Did you mean X?`` for a name that is close to a known one, else nothing."""
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, list(known), n=1)
-    return f" Did you mean {close[0]}?" if close else ""

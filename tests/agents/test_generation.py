@@ -16,7 +16,7 @@ from comlrl_lightning.agents.settings import LoraSettings, Sampling, Separate
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.types import Completion
 from tests.agents.helpers import ARCHITECTURES, counting, flat, model_of, requests, shared_team, stir, trained
-from tests.tiny_lm import tiny_gpt2, tiny_llama, tiny_qwen2, tiny_tokenizer
+from tests.tiny_lm import tiny_gemma, tiny_gpt2, tiny_llama, tiny_qwen2, tiny_tokenizer
 
 PROMPTS = ["a", "hello there", "the quick brown fox jumps over it"]
 GREEDY = Sampling(max_new_tokens=20, temperature=0)
@@ -214,13 +214,16 @@ def test_stop_strings_end_the_row_and_leave_its_text(backend: str) -> None:
 
 @pytest.mark.parametrize("make", ARCHITECTURES)
 def test_the_sampler_and_the_update_agree(make: Callable[[], PreTrainedModel]) -> None:
-    team = shared_team(make(), noise=0.02)
+    # Gemma's masks of float64 are infinite in the softmax, which computes in float32.
+    model, close = (make(), 1e-4) if make is tiny_gemma else (make().double(), 1e-6)
+    team = shared_team(model, noise=0.02)
     for settings in (Sampling(12, temperature=0.5), Sampling(12, temperature=0.5, top_p=0.9, backend="transformers")):
         answers = flat(team.generate(requests(PROMPTS), settings))
         scores = team.log_probs(answers, temperature=0.5)
         for row, answer in enumerate(answers):
-            sampled = torch.tensor(answer.log_probs)
-            torch.testing.assert_close(scores.log_probs[row, : len(sampled)].detach(), sampled, rtol=1e-5, atol=1e-5)
+            sampled = torch.tensor(answer.log_probs, dtype=torch.float64)
+            ours = scores.log_probs[row, : len(sampled)].detach().double()
+            torch.testing.assert_close(ours, sampled, rtol=close, atol=close)
 
 
 def test_a_changed_adapter_changes_the_text_at_once() -> None:
@@ -287,7 +290,7 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
     with torch.no_grad():
         next(iter(team.agent_parameters(1).values())).fill_(float("nan"))
     for backend in ("native", "transformers"):
-        with pytest.raises(FloatingPointError, match="agent_1 gives logits that are not finite"):
+        with pytest.raises(FloatingPointError, match=r"agent_1 gives .* Training has made \S*agent_1.weight NaN"):
             team.generate(requests(["hi"]), replace(GREEDY, backend=backend))
 
 

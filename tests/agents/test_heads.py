@@ -53,7 +53,7 @@ def test_values_of_every_architecture(architecture: Any) -> None:
 
 @pytest.mark.parametrize("lora", [LoraSettings(rank=4, use_dora=True), LoraSettings(rank=4, modules_to_save=["norm"])])
 def test_critics_whose_adapters_cannot_share_a_batch(lora: LoraSettings) -> None:
-    team = shared_team()
+    team = shared_team(tiny_llama().double())
     assert model_of(team).mixes_agents
     critics = critics_of(AdapterCritic(lora), team)
     assert not model_of(team).mixes_agents

@@ -97,7 +97,7 @@ def keeping(rows: Sequence[Row], prefixes: Prefixes) -> list[Row]:
 def assert_equal(found: Sequence[Sampled], expected: Sequence[Sampled]) -> None:
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     scores = [torch.tensor([*chain.from_iterable(one.log_probs for one in many)]) for many in (found, expected)]
-    torch.testing.assert_close(scores[0], scores[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-6, atol=1e-6)
 
 
 def ending(model: PreTrainedModel) -> PreTrainedModel:
@@ -110,7 +110,8 @@ def ending(model: PreTrainedModel) -> PreTrainedModel:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("lora", [LoraSettings(), LoraSettings(use_dora=True)], ids=["grouped", "one by one"])
 def test_completions_are_the_same(make: Callable[[], PreTrainedModel], sampling: Sampling, lora: LoraSettings) -> None:
-    model = make()
+    # The others read everything anew, by the same steps; their masks of float64 are infinite in a softmax of float32.
+    model = make().double() if make in PLAIN else make()
     # Bloom and Falcon do not call their layers as the others do.
     lora = replace(lora, target_modules=["query_key_value"]) if make in (tiny_bloom, tiny_falcon) else lora
     team, prefixes = shared_team(ending(model), lora=lora), Prefixes()
@@ -147,7 +148,7 @@ def test_only_the_rest_of_a_prompt_is_read() -> None:
 
 
 def test_adapters_do_not_share_what_they_read() -> None:
-    team, prefixes = shared_team(num_agents=3), Prefixes()
+    team, prefixes = shared_team(tiny_llama().double(), num_agents=3), Prefixes()
     rows = [Row(0, FIRST[1], (0,)), Row(1, FIRST[1], (1,))]
     answers = ask(team, keeping(rows, prefixes), GREEDY)
     # Each goes on from the other's answer: what they have in common is no more than the prompt. Agent 2 knows nothing.
@@ -164,7 +165,7 @@ def test_adapters_do_not_share_what_they_read() -> None:
 
 
 def test_nothing_in_common_is_read_as_ever() -> None:
-    team, prefixes = shared_team(), Prefixes()
+    team, prefixes = shared_team(tiny_llama().double()), Prefixes()
     ask(team, keeping(first_turn(), prefixes), SAMPLED)
     other = [Row(agent, (50 + agent, 51, 52), (agent,)) for agent in (0, 1)]
     with counting(model_of(team).causal.base_model) as calls:
@@ -186,7 +187,7 @@ def test_states_are_let_go_before_the_next_prompts_are_read(monkeypatch: pytest.
 
 
 def test_agents_with_models_of_their_own() -> None:
-    models: list[Any] = [ending(tiny_llama()), ending(tiny_gpt2())]
+    models: list[Any] = [ending(tiny_llama().double()), ending(tiny_gpt2().double())]
     team = build_team(Separate(models, tokenizers=[tiny_tokenizer(), tiny_tokenizer()], lora=None))
     prefixes, rows = Prefixes(), first_turn()
     answers = ask(team, keeping(rows, prefixes), SAMPLED)
@@ -273,7 +274,7 @@ def completions(found: Rollouts) -> list[Completion]:
 
 
 def test_rollouts_of_models_that_work_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    models: list[Any] = [ending(tiny_llama()), ending(tiny_qwen2())]
+    models: list[Any] = [ending(tiny_llama().double()), ending(tiny_qwen2().double())]
     team = build_team(Separate(models, tokenizers=[tiny_tokenizer(), tiny_tokenizer()], lora=None))
     team.concurrent = True
     with counting(model_of(team, 1).causal.base_model) as calls:
@@ -288,7 +289,7 @@ def test_rollouts_of_models_that_work_at_the_same_time(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("shape", [{}, {"joint_mode": "cross"}, {"trajectories": True}], ids=str)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_rollouts_are_the_same(shape: dict[str, Any], sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
-    team = shared_team(ending(tiny_llama()))
+    team = shared_team(ending(tiny_llama().double()))
     # Bytes above 127 alone are no text, and would not come back as they were sampled.
     with torch.no_grad():
         model_of(team).causal.get_output_embeddings().weight[[*range(94, 256)]] *= 0.1
@@ -299,6 +300,6 @@ def test_rollouts_are_the_same(shape: dict[str, Any], sampling: Sampling, monkey
         expected = completions(rollouts(team, sampling, **shape))
     assert [replace(one, log_probs=()) for one in found] == [replace(one, log_probs=()) for one in expected]
     for one, other in zip(found, expected, strict=True):
-        assert one.log_probs == pytest.approx(other.log_probs, rel=1e-5, abs=1e-5)
+        assert one.log_probs == pytest.approx(other.log_probs, rel=1e-6, abs=1e-6)
     assert len(calls) == len(all_calls)
     assert sum(rows * width for rows, width in calls) < sum(rows * width for rows, width in all_calls)

@@ -14,6 +14,7 @@ from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.agents.threads import SharedProgress, Stopped, run_together
 from tests.algorithms.support import tiny_agents
+from tests.waiting import HANG_SECONDS, PATIENCE_SECONDS
 
 CPU = torch.device("cpu")
 
@@ -33,22 +34,24 @@ class TestTogether:
             run_together([(CPU, slow), (CPU, fail)])
 
     def test_a_failing_agent_ends_the_others_work(self) -> None:
-        stop = Event()
+        stop, begun = Event(), Event()
         shared = SharedProgress(None, [1, 1], stop)
         steps: list[int] = []
 
         def work() -> None:
-            for step in range(1000):
-                steps.append(step)
+            while True:
+                steps.append(1)
+                begun.set()
                 time.sleep(0.01)
                 shared.of(0)(1)
 
         def fail() -> None:
+            assert begun.wait(PATIENCE_SECONDS)
             raise FloatingPointError("logits")
 
         with pytest.raises(FloatingPointError, match="logits"):
             run_together([(CPU, work), (CPU, fail)], stop)
-        assert len(steps) < 100
+        assert steps
 
     def test_an_interrupt_ends_the_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupt(*args: Any, **kwargs: Any) -> Any:
@@ -57,7 +60,7 @@ class TestTogether:
         stop = Event()
         monkeypatch.setattr("comlrl_lightning.agents.threads.wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            run_together([(CPU, lambda: stop.wait(20)), (CPU, lambda: stop.wait(20))], stop)
+            run_together([(CPU, lambda: stop.wait(HANG_SECONDS)), (CPU, lambda: stop.wait(HANG_SECONDS))], stop)
         assert stop.is_set()
 
     def test_progress_is_the_sum_of_all(self) -> None:

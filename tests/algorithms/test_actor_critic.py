@@ -67,6 +67,7 @@ def needs_prompts(first: list[str], second: list[str], prompts: list[str]) -> li
 
 
 class TestWhoMoves:
+    @pytest.mark.filterwarnings("ignore:critic was to read 129 tokens")
     @pytest.mark.parametrize(("algorithm", "critic"), KINDS)
     @pytest.mark.parametrize("critic_type", ["v", "q"])
     def test_every_agent_and_every_critic(

@@ -107,6 +107,23 @@ def test_a_wrong_argument_is_named(settings: dict[str, Any], message: str) -> No
         construct(**settings)
 
 
+class MatricesOnly(torch.optim.SGD):
+    """An optimizer of the kind of Muon."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, lr=lr)
+        if any(parameter.ndim != 2 for group in self.param_groups for parameter in group["params"]):
+            raise ValueError("matrices only")
+
+
+def test_an_optimizer_for_matrices_trains_adapters() -> None:
+    module = make_module(MAGRPO, optimizer=MatricesOnly, agent_learning_rate=0.1)
+    module.configure_model()
+    before = weights(module, 0)
+    fit(module, ITEMS[:1])
+    assert any(not torch.equal(value, before[name]) for name, value in weights(module, 0).items())
+
+
 class TestAdapterFolders:
     @pytest.fixture
     def agents(self, tmp_path: Path) -> SharedBase:

@@ -179,7 +179,7 @@ class TestAdvantages:
         learner = make_learner(PaperCritics(by_turn(0.0, 0.0), 1), advantage_normalization="batch", gae_lambda=0.0)
         credited = learner.credit(rollout([1.0, 5.0], [2.0], [3.0], [6.0]), 1.0)
         values = learner.advantages(credited, 2, None)
-        assert [float(row) for row in values] == pytest.approx([-1.06899, -0.53449, 0.0, 1.60348, 5.0], abs=1e-4)
+        assert [float(row[0]) for row in values] == pytest.approx([-1.06899, -0.53449, 0.0, 1.60348, 5.0], abs=1e-4)
 
     def test_or_left_alone(self) -> None:
         values = advantages(make_learner(PaperCritics(by_turn(0.5), 1)), rollout([1.0], [3.0]))

@@ -112,7 +112,7 @@ class BeforeSecondStep(Callback):
 def largest_gap(agents: list[Agent], rollouts: Rollouts, temperature: float) -> float:
     """Between the log-probabilities that the sampler recorded and those of a plain forward pass."""
     gaps = [
-        (agents[one.agent].scores(one, temperature)[0] - torch.tensor(one.log_probs)).abs().max()
+        (agents[one.agent].scores(one, temperature)[0] - torch.tensor(one.log_probs)).detach().abs().max()
         for node in rollouts.nodes
         for group in node.completions
         for one in group

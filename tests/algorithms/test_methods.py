@@ -125,9 +125,34 @@ def test_errors(build: Callable[..., Any], settings: dict[str, Any], message: st
         (
             CriticFree(joint_mode="cross"),
             {"shape": RolloutShape(4, 3), "max_nodes": 100},
-            r"grows to 273 nodes per task item, above max_nodes=100",
+            # Aligned: 1 + 4 + 16. Two turns: 1 + 16. K=3: 1 + 9 + 81.
+            r"grows to 273 nodes per task item, above max_nodes=100\. Use joint_mode='aligned', num_turns=2,"
+            r" num_generations=3, MAREINFORCE\(num_generations=1\), IAC or MAAC \(.*\) or a larger max_nodes\.$",
         ),
-        (ActorCritic(), {"shape": RolloutShape(40, 3), "max_nodes": 100}, r"grows to 120 nodes per task item"),
+        (
+            # 2^13 - 1 nodes: no smaller group is left but one of one.
+            CriticFree(),
+            {"shape": RolloutShape(2, 13)},
+            r"joint_mode='aligned' grows to 8191 nodes .* Use num_turns=12, MAREINFORCE\(num_generations=1\), IAC or"
+            r" MAAC \(.*\) or a larger max_nodes\.$",
+        ),
+        (
+            CriticFree("MAREINFORCE"),
+            {"shape": RolloutShape(2, 13)},
+            r"Use num_turns=12, num_generations=1, IAC or MAAC \(.*\) or a larger max_nodes\.$",
+        ),
+        (
+            CriticFree("MAREINFORCE", advantage_normalization="batch"),
+            {"shape": RolloutShape(2, 3), "max_nodes": 2},
+            r"Use num_turns=1 or a larger max_nodes\.$",
+        ),
+        (CriticFree(), {"shape": RolloutShape(4, 10_000)}, r"grows to over 10\*\*12 nodes per task item"),
+        (
+            # 40 * 3; 33 * 3 = 99.
+            ActorCritic(),
+            {"shape": RolloutShape(40, 3), "max_nodes": 100},
+            r"num_generations=40 grows to 120 nodes per task item, .* Use num_turns=2, num_generations=33 or a larger",
+        ),
         (CriticFree(joint_mode=cast("Any", "both")), {}, r"joint_mode='both' is unknown"),
         (ActorCritic(critic=cast("Any", "head")), {}, r"critic='head'"),
         (ActorCritic("MAAC", critic=ValueHead()), {}, r"critic=ValueHead"),

@@ -77,6 +77,7 @@ def test_what_a_stopped_collection_has_brought_does_not_count_twice() -> None:
 
 
 class TestNoPairs:
+    @pytest.mark.filterwarnings("ignore:Round . has no pair")
     @pytest.mark.parametrize("make", MAKERS)
     @pytest.mark.parametrize("num_rounds", [1, 2])
     def test_equal_rewards_change_nothing_and_warn(
@@ -305,7 +306,7 @@ class TestCentralized:
         )
         rows = Rows()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Round 1 has no pair")
+            warnings.filterwarnings("ignore", message="Round . has no pair")
             fit(module, ITEMS[:2], 1, max_epochs=6, logger=rows)
         shares = {row["unparsed_share"] for row in rows.training if "unparsed_share" in row}
         assert shares == {1.0}
@@ -353,6 +354,7 @@ class TestNonfiniteLoss:
         with pytest.raises(ValueError, match=f"The loss of {name} is not finite at env_step 16.*on_nonfinite"):
             run(make())
 
+    @pytest.mark.filterwarnings("ignore:Trainer\\(max_epochs=2\\) ends inside a round")
     @pytest.mark.parametrize(("make", "name"), [(direct, "the pairs"), (indirect, "reward_model")])
     def test_or_leaves_the_update_out(self, make: Callable[..., PreferenceModule], name: str) -> None:
         module = make(on_nonfinite="skip")

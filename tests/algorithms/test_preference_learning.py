@@ -161,6 +161,7 @@ def test_two_rounds_of_learned_rewards_that_rank_themselves() -> None:
     assert module.rounds.task_reward_scores == 32 * 8
 
 
+@pytest.mark.filterwarnings("ignore:Trainer\\(max_epochs=3\\) ends inside a round")
 def test_the_reward_model_foresees_preferences() -> None:
     # Of 25, 19, 36 and 24 pairs of items that it has not seen, it got .96, .95, .94 and .96 right.
     settings = JointRewardModel(learning_rate=0.01, num_epochs=2, held_out_share=0.3)

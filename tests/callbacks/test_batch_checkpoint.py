@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from comlrl_lightning.callbacks import BatchCheckpoint, RewardCurve
 from comlrl_lightning.data.datamodule import TaskBatch
@@ -34,9 +37,28 @@ def test_saves_without_optimizer_steps_and_keeps_the_latest(tmp_path: Path) -> N
     assert checkpoint.last_path == tmp_path / "saved" / "batch-000010.ckpt"
 
 
-def test_default_folder_is_that_of_the_run(tmp_path: Path) -> None:
-    quiet_trainer(tmp_path, BatchCheckpoint(), enable_checkpointing=True).fit(FakeModule(), data(3, 0))
-    assert names(tmp_path / "checkpoints") == ["batch-000003.ckpt"]
+def test_every_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    for version in range(2):
+        quiet_trainer(tmp_path, BatchCheckpoint(), enable_checkpointing=True).fit(FakeModule(), data(3, 0))
+        assert names(tmp_path / "lightning_logs" / f"version_{version}" / "checkpoints") == ["batch-000003.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("every", "limits", "expected"),
+    [
+        (10, {}, ["batch-000005.ckpt"]),
+        (2, {}, ["batch-000002.ckpt", "batch-000004.ckpt", "batch-000005.ckpt"]),
+        (2, {"max_steps": 3}, ["batch-000002.ckpt", "batch-000003.ckpt"]),
+        (5, {}, ["batch-000005.ckpt"]),
+        (2, {"fast_dev_run": 3}, []),
+    ],
+)
+def test_the_end_of_a_fit_is_saved(tmp_path: Path, every: int, limits: dict[str, Any], expected: list[str]) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    checkpoint = BatchCheckpoint(every, keep=None, dirpath=folder)
+    quiet_trainer(tmp_path, checkpoint, enable_checkpointing=True, **limits).fit(FakeModule(), data(5, 0))
+    assert names(folder) == expected
 
 
 def test_resume_equals_the_unbroken_run_and_prunes_what_came_before(tmp_path: Path) -> None:
@@ -91,3 +113,29 @@ def test_folder_of_another_run_is_warned_of(tmp_path: Path) -> None:
 def test_counts_are_whole_numbers_from_one(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"BatchCheckpoint\({name}={value!r}\) is not a whole number from 1"):
         BatchCheckpoint(**{name: value})  # type: ignore[arg-type]
+
+
+class Present(Checkpoint):
+    """The files in a folder after each batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names: list[list[str]] = []
+
+    def on_train_batch_end(self, *args: object) -> None:
+        self.names.append(sorted(path.name for path in self.folder.iterdir()))
+
+
+def test_checkpoints_of_a_thread_are_whole(tmp_path: Path) -> None:
+    io = AsyncCheckpointIO()
+    checkpoint = BatchCheckpoint(keep=2, dirpath=tmp_path)
+    present = Present(tmp_path)
+    trainer = quiet_trainer(tmp_path, checkpoint, present, plugins=[io], enable_checkpointing=True)
+    trainer.fit(FakeModule(), data(train=3))
+    # After each batch its checkpoint is there, and no more than two of them.
+    numbers = [[1], [1, 2], [2, 3]]
+    assert present.names == [[f"batch-{one:06d}.ckpt" for one in step] for step in numbers]
+    resumed = FakeModule()
+    path = tmp_path / "batch-000002.ckpt"
+    quiet_trainer(tmp_path).fit(resumed, data(train=3), ckpt_path=path)
+    assert resumed.trained == [2]

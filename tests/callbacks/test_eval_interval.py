@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-from comlrl_lightning.callbacks import EvalInterval
+from comlrl_lightning.callbacks import EvalInterval, SaveAgents
 from tests.callbacks.fakes import FakeModule, Trace, data, quiet_trainer
 
 
@@ -131,3 +132,80 @@ def test_early_stopping_looks_at_each_evaluation_wherever_it_stands(tmp_path: Pa
 def test_batches_of_another_kind_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"got batches like 1.*Give it a TaskDataModule"):
         quiet_trainer(tmp_path, EvalInterval(1)).fit(FakeModule(), [1, 2])
+
+
+def end_events(root: Path, interval: int, *callbacks: Callback, **settings: int) -> list[str]:
+    trace, limits = Trace(), {"max_epochs": settings.pop("max_epochs", 1), "max_steps": settings.pop("max_steps", -1)}
+    trainer = quiet_trainer(root, trace, EvalInterval(interval, at_end=True), *callbacks, **limits)
+    trainer.fit(FakeModule(), data(**settings))
+    return trace.events
+
+
+def test_an_evaluation_at_the_end_of_a_fit(tmp_path: Path) -> None:
+    epoch = ["V", "T0", "T1", "T2", "V", "T3", "T4"]
+    assert end_events(tmp_path, 3, train=5, max_epochs=2) == [*epoch, *epoch, "V"]
+    assert end_events(tmp_path, 0, train=2) == ["T0", "T1", "V"]
+    assert end_events(tmp_path, 0, train=2, evaluation=0) == ["T0", "T1"]
+
+
+def test_the_end_of_a_fit_is_where_it_stops(tmp_path: Path) -> None:
+    class StopAt3(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+            trainer.should_stop = trainer.global_step == 3
+
+    assert end_events(tmp_path, 0, train=5, max_steps=2) == ["T0", "T1", "V"]
+    assert end_events(tmp_path, 4, StopAt3(), train=5) == ["V", "T0", "T1", "T2", "V"]
+
+
+def test_no_evaluation_after_an_exception(tmp_path: Path) -> None:
+    class Break(Trace):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            super().on_train_batch_end(trainer, *args)
+            raise RuntimeError("broken")
+
+    trace = Break()
+    with pytest.raises(RuntimeError, match="broken"):
+        quiet_trainer(tmp_path, trace, EvalInterval(0, at_end=True)).fit(FakeModule(), data())
+    assert trace.events == ["T0"]
+
+
+def test_monitors_see_the_final_agents(tmp_path: Path) -> None:
+    module, save = FakeModule(), SaveAgents(tmp_path / "agents", monitor="eval/turn_1/reward_mean")
+    best = ModelCheckpoint(tmp_path / "best", monitor="eval/turn_1/reward_mean", mode="max")
+    stop = EarlyStopping("eval/turn_1/reward_mean", mode="max", patience=9)
+    callbacks = (EvalInterval(2, at_end=True), save, best, stop)
+    quiet_trainer(tmp_path, *callbacks, max_epochs=2, enable_checkpointing=True).fit(module, data(train=3))
+    # The reward rises with env_step, so that the last evaluation is the best: 1 (the mean level) + 0.1 + env_step.
+    assert module.env_step == 20
+    assert best.best_model_score == stop.best_score == pytest.approx(21.1)
+    assert torch.load(best.best_model_path, weights_only=False)["fake"]["env_step"] == 20
+    assert (tmp_path / "agents" / "best" / "agent_0" / "weight.txt").read_text() == str(module.layer.weight.item())
+
+
+def end_run(root: Path, trace: Trace, max_epochs: int, **settings: object) -> FakeModule:
+    module, best = FakeModule(), ModelCheckpoint(root, monitor="eval/turn_1/reward_mean", mode="max")
+    callbacks = (trace, EvalInterval(2, at_end=True), best)
+    trainer = quiet_trainer(root, *callbacks, max_epochs=max_epochs, enable_checkpointing=True)
+    trainer.fit(module, data(train=3), **settings)  # type: ignore[arg-type]
+    return module
+
+
+def test_resume_from_the_evaluation_at_the_end(tmp_path: Path) -> None:
+    seed_everything(1)
+    whole, first, second = Trace(), Trace(), Trace()
+    reference = end_run(tmp_path / "whole", whole, 2)
+    seed_everything(1)
+    end_run(tmp_path / "first", first, 1)
+    (path,) = (tmp_path / "first").rglob("*.ckpt")
+    seed_everything(99)
+    resumed = end_run(tmp_path / "second", second, 2, ckpt_path=path)
+    epoch = ["V", "T0", "T1", "V", "T2"]
+    assert whole.events == [*epoch, *epoch, "V"]
+    # What the first run ended with is what the second epoch begins with.
+    assert [*first.events, *second.events] == whole.events
+    torch.testing.assert_close(resumed.layer.weight, reference.layer.weight, rtol=0, atol=0)
+
+
+def test_refuses_another_end() -> None:
+    with pytest.raises(ValueError, match=r"EvalInterval\(at_end='last'\) is neither True nor False"):
+        EvalInterval(4, at_end="last")  # type: ignore[arg-type]

@@ -179,7 +179,7 @@ def test_a_kill_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     def killed(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("comlrl_lightning.callbacks.support.os.replace", killed)
+    monkeypatch.setattr("os.replace", killed)
     module = FakeModule()
     module.env_step = 9
     with pytest.raises((KeyboardInterrupt, SystemExit)):

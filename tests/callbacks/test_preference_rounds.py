@@ -73,18 +73,18 @@ def test_one_file_per_round(tmp_path: Path) -> None:
 
 def test_each_file_is_written_once_after_the_collecting_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
-    monkeypatch.setattr(
-        "comlrl_lightning.callbacks.preference_rounds.write_whole", lambda path, write: written.append(path.name)
-    )
+    monkeypatch.setattr("comlrl_lightning.files.Place.write_text", lambda place, text: written.append(place.name))
     fit(tmp_path, PreferenceRounds(), max_epochs=1)
     assert written == ["round_0001.json"]
     fit(tmp_path, PreferenceRounds())
     assert written == ["round_0001.json", "round_0001.json", "round_0002.json"]
 
 
-def test_default_folder_is_that_of_the_run(tmp_path: Path) -> None:
-    fit(tmp_path, PreferenceRounds())
-    assert names(tmp_path / "rounds") == ["round_0001.json", "round_0002.json"]
+def test_every_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    for version in range(2):
+        fit(tmp_path, PreferenceRounds())
+        folder = tmp_path / "lightning_logs" / f"version_{version}" / "rounds"
+        assert names(folder) == ["round_0001.json", "round_0002.json"]
 
 
 def test_a_new_run_removes_the_rounds_of_an_earlier_one_and_nothing_else(tmp_path: Path) -> None:
@@ -92,13 +92,14 @@ def test_a_new_run_removes_the_rounds_of_an_earlier_one_and_nothing_else(tmp_pat
     folder.mkdir()
     for name in ("round_0001.json", "round_0007.json", "round_7.json", "notes.json"):
         (folder / name).write_text("old")
-    fit(tmp_path, PreferenceRounds())
+    with pytest.warns(UserWarning, match=r"PreferenceRounds: .*round_0001.json, .*round_0007.json of another run"):
+        fit(tmp_path, PreferenceRounds(folder))
     assert names(folder) == ["notes.json", "round_0001.json", "round_0002.json", "round_7.json"]
     assert (folder / "round_0001.json").read_text() != "old"
 
 
 def test_a_second_run_with_the_same_callback_writes_its_own(tmp_path: Path) -> None:
-    callback = PreferenceRounds()
+    callback = PreferenceRounds(tmp_path / "rounds")
     for mean in (0.25, 0.75):
         fit(tmp_path, callback, Learner(mean), max_epochs=1)
         (path,) = (tmp_path / "rounds").iterdir()
@@ -107,7 +108,7 @@ def test_a_second_run_with_the_same_callback_writes_its_own(tmp_path: Path) -> N
 
 def test_a_module_that_learns_on_keeps_its_rounds(tmp_path: Path) -> None:
     # Three rounds; then round 1 anew. Round 3 is written again as it was, nobody writes round 2 again.
-    module, callback = Learner(), PreferenceRounds()
+    module, callback = Learner(), PreferenceRounds(tmp_path / "rounds")
     fit(tmp_path, callback, module, max_epochs=6)
     module.mean = 0.75
     fit(tmp_path, callback, module, max_epochs=2)
@@ -116,16 +117,16 @@ def test_a_module_that_learns_on_keeps_its_rounds(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_keeps_the_rounds_before_its_checkpoint(tmp_path: Path) -> None:
-    trainer = quiet_trainer(tmp_path, PreferenceRounds(), max_epochs=2)
+    trainer = quiet_trainer(tmp_path, PreferenceRounds(tmp_path / "rounds"), max_epochs=2)
     trainer.fit(Learner(), data(2, 0))
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
-    resumed = quiet_trainer(tmp_path, PreferenceRounds(), max_epochs=4)
+    resumed = quiet_trainer(tmp_path, PreferenceRounds(tmp_path / "rounds"), max_epochs=4)
     resumed.fit(Learner(), data(2, 0), ckpt_path=tmp_path / "saved.ckpt", weights_only=True)
     assert names(tmp_path / "rounds") == ["round_0001.json", "round_0002.json"]
 
 
 def test_a_mean_that_is_not_finite_becomes_null(tmp_path: Path) -> None:
-    fit(tmp_path, PreferenceRounds(), Learner(float("nan")), max_epochs=1)
+    fit(tmp_path, PreferenceRounds(tmp_path / "rounds"), Learner(float("nan")), max_epochs=1)
     assert json.loads((tmp_path / "rounds" / "round_0001.json").read_text())["candidate_reward_mean"] is None
 
 
@@ -133,9 +134,9 @@ def test_a_kill_while_writing_leaves_no_half_a_file(tmp_path: Path, monkeypatch:
     def killed(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("comlrl_lightning.callbacks.support.os.replace", killed)
+    monkeypatch.setattr("os.replace", killed)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        fit(tmp_path, PreferenceRounds())
+        fit(tmp_path, PreferenceRounds(tmp_path / "rounds"))
     assert not (tmp_path / "rounds" / "round_0001.json").exists()
 
 

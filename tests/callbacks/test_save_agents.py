@@ -35,9 +35,11 @@ def test_best_agents_so_far(tmp_path: Path, mode: str, num_saves: int) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["agent_0", "agent_1", "best"]
 
 
-def test_default_folder_is_that_of_the_run(tmp_path: Path) -> None:
-    quiet_trainer(tmp_path, SaveAgents()).fit(FakeModule(), data(1, 0))
-    assert sorted(path.name for path in (tmp_path / "agents").iterdir()) == ["agent_0", "agent_1"]
+def test_every_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    for version in range(2):
+        quiet_trainer(tmp_path, SaveAgents()).fit(FakeModule(), data(1, 0))
+        folder = tmp_path / "lightning_logs" / f"version_{version}" / "agents"
+        assert sorted(path.name for path in folder.iterdir()) == ["agent_0", "agent_1"]
 
 
 def test_new_run_forgets_the_best(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.waiting import PATIENCE_SECONDS
+
 T = TypeVar("T")
 
 GRACE_SECONDS = 2.0
@@ -27,7 +29,7 @@ class RankError(AssertionError):
     """A rank that died without an answer, or an exception of one that cannot be sent."""
 
 
-def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: float = 100) -> list[T]:
+def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: float = PATIENCE_SECONDS) -> list[T]:
     """Run `function` in several new processes at once, as `torchrun` would start them.
 
     Each is forked from this process, so that `function` may be any function, and the arguments any objects. Inside, a
@@ -72,7 +74,7 @@ def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: 
             connection.close()
 
 
-def run_alone(function: Callable[..., T], *args: Any, timeout: float = 100) -> T:
+def run_alone(function: Callable[..., T], *args: Any, timeout: float = PATIENCE_SECONDS) -> T:
     """Run `function` in one new process that knows nothing of ranks, for instance to start some by itself."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)

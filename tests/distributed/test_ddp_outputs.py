@@ -53,11 +53,11 @@ def longest(rows: list[int], *, num_turns: int) -> dict[str, float]:
 
 def callbacks(algorithm: type[CooperativeModule]) -> list[Callback]:
     """Everything that writes, into the working folder."""
-    rounds: list[Callback] = [] if algorithm is MAGRPO else [PreferenceRounds()]
+    rounds: list[Callback] = [] if algorithm is MAGRPO else [PreferenceRounds("rounds")]
     return [
         EvalInterval(4),
         CompletionsTable("completions.jsonl", num_on_screen=0),
-        JSONExport(),
+        JSONExport("eval-metrics.json"),
         RewardCurve("curve.png"),
         RolloutMetrics(mean_length),
         EvalMetrics(text_lengths, longest),

@@ -58,7 +58,7 @@ def test_a_script_has_the_agents_that_its_ranks_trained(
     algorithm: type[CooperativeModule], strategy: str, tmp_path: Path
 ) -> None:
     expected, _ = run_of(algorithm).on(2, trained=False, max_epochs=3)
-    result = run_alone(fit_as_a_script, algorithm, strategy, tmp_path, timeout=170)
+    result = run_alone(fit_as_a_script, algorithm, strategy, tmp_path)
     # Two epochs of two steps, then a third one by another trainer.
     assert result["weights"] == expected.weights[3]
     assert sorted(path.name for path in (tmp_path / "agents").iterdir()) == ["agent_0", "agent_1"]

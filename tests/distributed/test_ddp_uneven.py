@@ -114,7 +114,8 @@ def partial_reward(first: list[str], second: list[str], *, batch_items: list[dic
 
 def test_an_agent_without_gradient_on_one_rank_only() -> None:
     # With all pairs of two answers each, an agent's answers differ in their mean reward only if the reward asks for
-    # them. Step 1: rank 0 has a gradient for the first agent, rank 1 for both. Step 2: item 2, for nobody.
+    # them. Step 1: rank 0 has a gradient for the first agent, rank 1 for both. Step 2: item 2, for nobody, which
+    # counts on both ranks and moves nothing.
     settings = {
         "reward_func": partial_reward,
         "joint_mode": "cross",
@@ -125,7 +126,8 @@ def test_an_agent_without_gradient_on_one_rank_only() -> None:
     run = Run(MAGRPO, settings, {"train_dataset": tasks(3), "batch_size": 2}, dtype=torch.float64)
     (whole,), parts = run.on(1), run.on(2)
     assert_in_step(parts)
-    assert len(whole.gradients) == whole.update_step == 1
+    assert (len(whole.gradients), whole.update_step) == (2, 1)
+    assert all(gradient is None for group in whole.gradients[1] for gradient in group)
     for part in parts:
         torch.testing.assert_close(part.gradients, whole.gradients, rtol=1e-9, atol=1e-9)
     # Rank 0 alone would have left the second agent where it is.

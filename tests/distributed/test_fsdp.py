@@ -33,8 +33,6 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.support import Fit, Run, all_tokens, assert_in_step, fit_on_rank, tasks
 from tests.tiny_lm import tiny_llama, tiny_tokenizer
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @dataclass
 class Shards:
@@ -323,8 +321,8 @@ ORDERS = [
 @pytest.mark.parametrize("orders", ORDERS)
 def test_passes_of_ranks_that_want_others(orders: list[list[list[int]]]) -> None:
     for ours, theirs in zip(
-        run_ranks(gradients_of_passes, 2, orders, True, timeout=40),
-        run_ranks(gradients_of_passes, 2, orders, False, timeout=40),
+        run_ranks(gradients_of_passes, 2, orders, True),
+        run_ranks(gradients_of_passes, 2, orders, False),
         strict=True,
     ):
         for gradient, other in zip(ours, theirs, strict=True):
@@ -381,7 +379,7 @@ def nameless_layers() -> PreTrainedModel:
     ],
 )
 def test_what_is_refused(agents: Any, strategies: list[Any], said: str) -> None:
-    assert run_ranks(refused, 2, make_module(MAGRPO, agents), strategies, timeout=40) == [said] * 2
+    assert run_ranks(refused, 2, make_module(MAGRPO, agents), strategies) == [said] * 2
 
 
 def test_sixteen_bits_need_a_scaler() -> None:
@@ -392,7 +390,7 @@ def test_sixteen_bits_need_a_scaler() -> None:
             trainer.fit(module, TaskDataModule(tasks(2)))
         return str(caught.value)
 
-    assert "Trainer(precision='16-true')" in run_ranks(said, 2, timeout=40)[1]
+    assert "Trainer(precision='16-true')" in run_ranks(said, 2)[1]
 
 
 @pytest.mark.parametrize("timeout_seconds", [0, -1.0, True, "long", float("inf"), float("nan")])

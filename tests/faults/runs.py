@@ -20,6 +20,7 @@ from comlrl_lightning import MAGRPO, Sampling, TaskDataModule
 from comlrl_lightning.algorithms import CooperativeModule
 from comlrl_lightning.callbacks import BatchCheckpoint
 from tests.algorithms.support import make_trainer, tiny_agents, uneven_reward
+from tests.waiting import PATIENCE_SECONDS
 
 FileOpener: Any = import_module("fsspec.implementations.local").LocalFileOpener
 """What Lightning writes checkpoints with."""
@@ -82,7 +83,7 @@ def start(function: Callable[..., object], *args: Any, log: Path) -> BaseProcess
     return process
 
 
-def exit_code(process: BaseProcess, timeout: float = 120) -> int:
+def exit_code(process: BaseProcess, timeout: float = PATIENCE_SECONDS) -> int:
     """How a process ended; below 0 it is the number of a signal.
 
     Raises:

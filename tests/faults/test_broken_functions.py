@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from comlrl_lightning.environment.reward_workers import RewardWorkers
 from tests.faults.registry import Refused, faults
 from tests.rollouts.fakes import FakeTeam, make_collector
+from tests.waiting import HANG_SECONDS
 
 HERE = "tests.faults.test_broken_functions"
 AREA = "user functions"
@@ -43,7 +44,7 @@ def not_finite(first: list[str], second: list[str]) -> list[float]:
 
 
 def sleeps(first: list[str], second: list[str]) -> list[float]:
-    time.sleep(0.5)
+    time.sleep(HANG_SECONDS)
     return [1.0, 1.0]
 
 

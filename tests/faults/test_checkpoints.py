@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from comlrl_lightning import MAGRPO, LoraSettings, Sampling, Separate, SharedBase, TaskDataModule
+from comlrl_lightning.agents.fingerprints import config_hash
 from comlrl_lightning.algorithms import MADPO
-from comlrl_lightning.algorithms.bases import config_hash
 from comlrl_lightning.preferences.comparators import APIComparator
 from tests.algorithms.support import ITEMS, MAKERS, fit, make_trainer, tiny_agents, uneven_reward
 from tests.faults.registry import Fault, Refused, faults
@@ -47,6 +50,22 @@ def another_loaded_base(folder: Path) -> None:
     go_on(saved(folder, base), wider)
 
 
+def other_weights(folder: Path) -> None:
+    """As after `resize_token_embeddings`, which draws the rows of new tokens anew in each process."""
+    first, second = tiny_llama(), tiny_llama()
+    with torch.no_grad():
+        second.model.embed_tokens.weight[-1] += 1
+    bases = [SharedBase(model, num_agents=2, lora=LORA, tokenizer=tiny_tokenizer()) for model in (first, second)]
+    go_on(saved(folder, bases[0]), bases[1])
+
+
+def fewer_layers(folder: Path) -> None:
+    narrow = SharedBase(tiny_llama(), 2, lora=LoraSettings(2, target_modules=["q_proj"]), tokenizer=tiny_tokenizer())
+    MAGRPO.load_from_checkpoint(
+        saved(folder, SharedBase(tiny_llama(), 2, lora=LORA, tokenizer=tiny_tokenizer())), agents=narrow
+    )
+
+
 def another_family(folder: Path) -> None:
     path = saved(folder, two(tiny_llama(), tiny_llama()))
     MAGRPO.load_from_checkpoint(path, agents=two(tiny_qwen2(), tiny_llama()))
@@ -67,6 +86,14 @@ def fewer_agents(folder: Path) -> None:
     MAGRPO.load_from_checkpoint(saved(folder, base), agents=tiny_agents(dtype=torch.float32))
 
 
+def a_wrapped_reward(folder: Path) -> None:
+    @functools.wraps(uneven_reward)
+    def twice(*completions: list[str]) -> list[float]:
+        return [2 * reward for reward in uneven_reward(*completions)]
+
+    MAGRPO.load_from_checkpoint(saved(folder, reward_func=twice), agents=tiny_agents(dtype=torch.float32))
+
+
 def foreign(folder: Path) -> None:
     torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.0"}, folder / "foreign.ckpt")
     go_on(folder / "foreign.ckpt")
@@ -76,6 +103,52 @@ def cut(folder: Path) -> None:
     path = saved(folder)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     go_on(path)
+
+
+def by_time(folder: Path) -> None:
+    callback = ModelCheckpoint(folder, train_time_interval=timedelta(seconds=1))
+    make_trainer([callback], enable_checkpointing=True).fit(new_module(), TaskDataModule(ITEMS[:1]))
+
+
+def weights_alone(folder: Path) -> None:
+    trainer = fit(new_module(), ITEMS[:1])
+    trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    go_on(folder / "weights.ckpt")
+
+
+def too_early(folder: Path) -> None:
+    class Broken(Callback):
+        def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            raise RuntimeError("no room")
+
+    callbacks = [Broken(), OnExceptionCheckpoint(folder, "early")]
+    trainer = make_trainer(callbacks, max_epochs=2, enable_checkpointing=True)
+    with pytest.raises(RuntimeError, match="no room"):
+        trainer.fit(new_module(), TaskDataModule(ITEMS[:1]), ckpt_path=saved(folder))
+    go_on(folder / "early.ckpt")
+
+
+def stopped_inside(folder: Path) -> Path:
+    """The checkpoint of a run of two steps of an epoch of four."""
+    trainer = make_trainer(max_steps=1)
+    trainer.fit(new_module(), TaskDataModule(ITEMS))  # its buffer holds two nodes
+    trainer.save_checkpoint(folder / "inside.ckpt")
+    return folder / "inside.ckpt"
+
+
+def limit_inside(folder: Path) -> None:
+    trainer = make_trainer(limit_train_batches=1)
+    trainer.fit(new_module(), TaskDataModule(ITEMS), ckpt_path=stopped_inside(folder))
+
+
+def test_a_limit_that_is_lifted_is_told(tmp_path: Path) -> None:
+    trainer = make_trainer(limit_train_batches=2)
+    trainer.fit(new_module(), TaskDataModule(ITEMS))
+    trainer.save_checkpoint(tmp_path / "limited.ckpt")
+    module = new_module()
+    with pytest.warns(UserWarning, match=r"last epoch ended after 2 items, by limit_train_batches.*next one"):
+        make_trainer(max_epochs=2).fit(module, TaskDataModule(ITEMS), ckpt_path=tmp_path / "limited.ckpt")
+    assert module.env_step == (2 + 4) * 2
 
 
 CASES = (
@@ -91,6 +164,18 @@ CASES = (
         "agent_0 was trained on a loaded model (LlamaForCausalLM, configuration ...), but here it stands on a loaded"
         " model (LlamaForCausalLM, configuration ...), where its weights mean nothing.",
         another_loaded_base,
+    ),
+    Refused(
+        "checkpoints",
+        "a loaded base whose rows of new tokens are other random ones",
+        "agent_0 was trained on a loaded model (LlamaForCausalLM, configuration ...), which has other weights here;",
+        other_weights,
+    ),
+    Refused(
+        "checkpoints",
+        "adapters on fewer layers, for an evaluation",
+        "The checkpoint holds 48 weights of agents that have no place here, the first is 'team.",
+        fewer_layers,
     ),
     Refused(
         "checkpoints",
@@ -120,9 +205,47 @@ CASES = (
     ),
     Refused(
         "checkpoints",
+        "a wrapped reward, whose name leads to what it wraps",
+        "reward_func was <tests.algorithms.support.uneven_reward object> when the checkpoint was saved. Pass"
+        " reward_func= to load it, as in load_from_checkpoint(path, reward_func=...).",
+        a_wrapped_reward,
+    ),
+    Refused(
+        "checkpoints",
+        "a reward of a script, loaded in another one",
+        "reward_func was __main__.reward, formatters was __main__.brief when the checkpoint was saved, whose names in a"
+        " script lead nowhere in another one. Pass reward_func=, formatters= to load it",
+        lambda folder: MAGRPO(tiny_agents(), cast("Any", "__main__.reward"), formatters=cast("Any", "__main__.brief")),
+    ),
+    Refused(
+        "checkpoints",
         "a checkpoint of another program",
         "The checkpoint was not saved by comlrl_lightning. Load its weights with agents= instead.",
         foreign,
+    ),
+    Refused(
+        "checkpoints",
+        "`ModelCheckpoint(train_time_interval=...)`, which Lightning never looks at",
+        "ModelCheckpoint(train_time_interval=datetime.timedelta(...)) would save nothing ... Use BatchCheckpoint(",
+        by_time,
+    ),
+    Refused(
+        "checkpoints",
+        "a run that goes on from `save_weights_only=True`",
+        "The checkpoint holds weights alone, as save_weights_only=True makes them ... Save without that, or load",
+        weights_alone,
+    ),
+    Refused(
+        "checkpoints",
+        "a checkpoint of a run that had not gone on from its own yet",
+        "The checkpoint was saved before the run that it is of had gone on from its own checkpoint. Resume from that",
+        too_early,
+    ),
+    Refused(
+        "checkpoints",
+        "inside an epoch, on with a `limit_train_batches` that is reached already",
+        "limit_train_batches=1 makes epochs of 1 batches, but the checkpoint was saved inside an epoch after 2.",
+        limit_inside,
     ),
     Refused("checkpoints", "a checkpoint that was cut", "PytorchStreamReader failed", cut, RuntimeError),
     Refused(
@@ -158,6 +281,7 @@ def test_the_hash_is_of_what_counts() -> None:
 SECRET = "sk-3f9a77c0d1"
 
 
+@pytest.mark.filterwarnings(r"ignore:Trainer\(max_epochs=1\) ends inside a round")
 @faults(
     Fault(
         "checkpoints",

@@ -24,6 +24,7 @@ from comlrl_lightning.callbacks.support import batches_trained
 from comlrl_lightning.data.datamodule import TaskDataModule
 from tests.algorithms.support import make_trainer, tiny_agents, uneven_reward
 from tests.faults.registry import Fault, faults
+from tests.waiting import PATIENCE_SECONDS
 
 STEPS = 50
 EARLY, LATE = range(10, 27, 8), range(34, STEPS + 1, 8)
@@ -75,7 +76,7 @@ def measurements() -> dict[str, dict[str, int]]:
     """By algorithm."""
     command = [sys.executable, "-X", "tracemalloc", "-m", "tests.faults.test_memory"]
     root = Path(__file__).parents[2]
-    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=900)
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=2 * PATIENCE_SECONDS)
     found: dict[str, dict[str, int]] = json.loads(ended.stdout.splitlines()[-1])
     return found
 

@@ -17,8 +17,10 @@ from comlrl_lightning.algorithms.marlhf import MARLHF
 from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.rewards import WeightedRewards
 from tests.algorithms.support import fit, make_module, make_trainer, uneven_reward, weights
+from tests.rollouts.scoring import limit_only
+from tests.waiting import HANG_SECONDS
 
-THREADS: dict[str, Any] = {"reward_workers": 3, "reward_timeout_seconds": 60.0}
+THREADS: dict[str, Any] = {"reward_workers": 3, "reward_timeout_seconds": HANG_SECONDS}
 PROCESSES: dict[str, Any] = {"reward_workers": 2, "reward_backend": "process"}
 ITEMS = [{"prompt": "hi"}, {"prompt": "there"}, {"prompt": "you all"}]
 
@@ -26,7 +28,7 @@ ITEMS = [{"prompt": "hi"}, {"prompt": "there"}, {"prompt": "you all"}]
 def hangs_for_there(first: list[str], second: list[str], batch_items: Sequence[Mapping[str, Any]]) -> list[float]:
     """The numbers of `uneven_reward`, too late for one of the items."""
     if batch_items[0]["prompt"] == "there":
-        time.sleep(5)
+        time.sleep(HANG_SECONDS)
     return uneven_reward(first, second)
 
 
@@ -46,6 +48,12 @@ def test_the_same_weights(algorithm: type[CooperativeModule], workers: dict[str,
             assert torch.equal(value, weights(concurrent, agent)[name])
 
 
+@pytest.fixture
+def only_there_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_only(monkeypatch, lambda call: call.item["prompt"] == "there")
+
+
+@pytest.mark.usefixtures("only_there_is_late")
 def test_timeouts_are_logged() -> None:
     settings: dict[str, Any] = {"reward_workers": 3, "reward_timeout_seconds": 0.4, "reward_timeout_value": -7.0}
     module = make_module(MAGRPO, reward_func=hangs_for_there, **settings)
@@ -59,6 +67,7 @@ def test_timeouts_are_logged() -> None:
     assert metrics["eval/reward_timeouts"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.usefixtures("only_there_is_late")
 def test_without_a_value_a_timeout_ends_the_fit() -> None:
     module = make_module(MAGRPO, reward_func=hangs_for_there, reward_timeout_seconds=0.3)
     with pytest.raises(

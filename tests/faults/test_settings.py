@@ -1,4 +1,4 @@
-"""Settings that cannot work are refused before anything is loaded."""
+"""Settings that cannot work are refused, before anything is loaded where that can be seen there."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from comlrl_lightning import wandb_logger
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, Separate, SharedBase
+from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.algorithms import IAC, MADPO, MAGRPO, CooperativeModule
 from comlrl_lightning.callbacks import BatchCheckpoint, EvalInterval, EvalMetrics, JSONExport, RewardCurve, SaveAgents
 from comlrl_lightning.preferences.comparators import APIComparator, FixedModel
@@ -17,6 +20,7 @@ from comlrl_lightning.preferences.replay import LambdaDecay
 from comlrl_lightning.rewards import WeightedRewards
 from tests.algorithms.support import make_trainer, uneven_reward
 from tests.faults.registry import Refused, faults
+from tests.tiny_lm import tiny_llama, tiny_tokenizer
 
 TEAM = SharedBase("story-model", num_agents=2)
 
@@ -37,6 +41,33 @@ def one_adapter_folder(folder: Path) -> None:
     """Adapters for two agents from a folder with those of one."""
     (folder / "agent_0").mkdir()
     make(agents=SharedBase("m", num_agents=2, adapters=str(folder)))
+
+
+def built(model: Any = None, **settings: Any) -> AgentTeam:
+    """Two agents on a tiny model."""
+    return build_team(SharedBase(model or tiny_llama(), 2, tokenizer=tiny_tokenizer(), **settings))
+
+
+def with_nan() -> Any:
+    """A tiny model with one broken weight."""
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    return model
+
+
+def adapters_of_fewer_layers(folder: Path) -> None:
+    built().save(folder)
+    path = folder / "agent_1" / "adapter_model.safetensors"
+    save_file({name: value for name, value in load_file(path).items() if ".layers.1." not in name}, path)
+    built(adapters=str(folder))
+
+
+def adapters_that_change_the_base(folder: Path) -> None:
+    built().save(folder)
+    path = folder / "agent_0" / "adapter_config.json"
+    path.write_text(path.read_text().replace('"init_lora_weights": true', '"init_lora_weights": "pissa"'))
+    built(adapters=str(folder))
 
 
 AGENTS = (
@@ -102,6 +133,32 @@ AGENTS = (
         lambda _: Sampling(temperature=float("nan")),
     ),
 )
+LOADED = (
+    Refused(
+        "agents",
+        "a misspelled layer among others",
+        "target_modules=['q_proj', 'vproj'])) names 'vproj', but no layer has that name. Did you mean 'v_proj'?",
+        lambda _: built(lora=LoraSettings(target_modules=["q_proj", "vproj"])),
+    ),
+    Refused(
+        "agents",
+        "a base with a NaN",
+        "The logits of LlamaForCausalLM are not finite. The model itself holds NaN or infinity in model.norm.weight.",
+        lambda _: built(with_nan()),
+    ),
+    Refused(
+        "agents",
+        "an adapter file with a layer missing",
+        "The adapter of agent_1 in ... does not fit in whole. Weights 14 missing: ...layers.1",
+        adapters_of_fewer_layers,
+    ),
+    Refused(
+        "agents",
+        "adapters whose kind changes the base that agents share",
+        "The adapter of agent_0 in ... changes its base (init_lora_weights='pissa'), which it would share with others.",
+        adapters_that_change_the_base,
+    ),
+)
 ALGORITHMS = (
     Refused(
         "algorithms",
@@ -112,7 +169,9 @@ ALGORITHMS = (
     Refused(
         "algorithms",
         "a tree of more nodes than anybody waits for",
-        "num_turns=9 with num_generations=4 ... nodes per task item, above max_nodes=4096. Use fewer turns",
+        "num_turns=9 with num_generations=4 ... nodes per task item, above max_nodes=4096. Use num_turns=6,"
+        " num_generations=2, MAREINFORCE(num_generations=1), IAC or MAAC (whose nodes are"
+        " num_generations * num_turns) or a larger max_nodes.",
         lambda _: make(num_turns=9, external_transition=lambda agent_completions: agent_completions),
     ),
     Refused(
@@ -335,6 +394,6 @@ PREFERENCES = (
 )
 
 
-@faults(*AGENTS, *ALGORITHMS, *FUNCTIONS, *CALLBACKS, *PREFERENCES)
+@faults(*AGENTS, *LOADED, *ALGORITHMS, *FUNCTIONS, *CALLBACKS, *PREFERENCES)
 def test_refused(fault: Refused, tmp_path: Path) -> None:
     fault.check(tmp_path)

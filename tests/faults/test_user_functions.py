@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from comlrl_lightning.agents.prompts import PromptEncoder
 from comlrl_lightning.environment.prompts import Formatters, Transition
 from comlrl_lightning.environment.reward import RewardFunction
 from comlrl_lightning.environment.reward_workers import RewardWorkers
+from comlrl_lightning.utilities.calls import Place
 from tests.faults.registry import Fault, Refused, faults
 from tests.rollouts.fakes import FakeTeam, make_collector
 from tests.rollouts.reward_functions import as_told
+from tests.rollouts.scoring import is_told_to_hang, limit_only
+from tests.tiny_lm import tiny_tokenizer
 
 AREA = "user functions"
+PLACE = Place({"prompt": "p"}, 7, 2)
 
 
 def rolls_out(reward: Callable[..., Any], *settings: Any, **item: Any) -> Callable[[Path], object]:
@@ -32,6 +37,17 @@ def rolls_out(reward: Callable[..., Any], *settings: Any, **item: Any) -> Callab
 
 def formats(prompt: Any) -> Callable[[Path], object]:
     return lambda folder: Formatters(lambda item: prompt, 1).format({"prompt": "p"}, 0, item_index=7, turn=1)
+
+
+async def awaited(first: list[str]) -> list[float]:
+    return [0.0] * len(first)
+
+
+def refused_by_the_template(folder: Path) -> None:
+    tokenizer = tiny_tokenizer(chat=True)
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    PromptEncoder(tokenizer).encode(1, messages, place=PLACE)
 
 
 def goes_on(prompts: Any) -> Callable[[Path], object]:
@@ -112,6 +128,39 @@ def goes_on(prompts: Any) -> Callable[[Path], object]:
     ),
     Refused(
         AREA,
+        "a reward is None",
+        'gave None for task item 7 ... at turn 1, which is not a number. ... reward_none="skip" leaves joint'
+        " completions whose reward is None out of their groups.",
+        rolls_out(lambda first: [0.0, None]),
+    ),
+    Refused(
+        AREA,
+        "a reward is so large that means of it are infinite",
+        "gave 1e+300 for task item 7 ... which is beyond 3.40e+38, the largest number that an update can compute with.",
+        rolls_out(lambda first: [0.0, 1e300]),
+    ),
+    Refused(
+        AREA,
+        "a reward is an async function",
+        "reward_func=tests.faults.test_user_functions.awaited is an async function, and what it returns would have to"
+        " be awaited. Give a function that runs it",
+        lambda folder: RewardFunction(awaited, 1),
+    ),
+    Refused(
+        AREA,
+        "a chat template refuses a system message",
+        "refuses the prompt of agent_1 for task item 7 ... at turn 2, messages with the roles system, user: no system"
+        " role. Return messages that it takes from the formatter: where it has no system role, put that text into",
+        refused_by_the_template,
+    ),
+    Refused(
+        AREA,
+        "a task item names a special token, and `special_tokens` forbids it",
+        "The prompt of agent_0 for task item 7 ... at turn 2 names the special token '<eos>'",
+        lambda folder: PromptEncoder(tiny_tokenizer(), special_tokens="error").encode(0, "a<eos>b", place=PLACE),
+    ),
+    Refused(
+        AREA,
         "a reward is a tensor without data",
         "whose numbers cannot be read: ... Return finite floats.",
         rolls_out(lambda first: torch.zeros(2, device="meta")),
@@ -167,7 +216,8 @@ def test_refused(fault: Refused, tmp_path: Path) -> None:
 @faults(
     Fault(AREA, "a reward hangs, and `reward_timeout_value` is given", "it earns the value, and others their rewards")
 )
-def test_hanging_calls_earn_the_value(fault: Fault) -> None:
+def test_hanging_calls_earn_the_value(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_only(monkeypatch, is_told_to_hang)
     collector = make_collector(FakeTeam(1), as_told, workers=RewardWorkers(2, "thread", 0.3, -1.0))
     items = [{"prompt": "p", "number": 5}, {"prompt": "p", "number": 6, "do": "hang"}]
     assert [node.rewards for node in collector.collect(items, [0, 1]).nodes] == [(5.0, 5.0), (-1.0, -1.0)]

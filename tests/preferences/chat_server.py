@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 import pytest
 
 from comlrl_lightning.preferences.api import HTTPChat
 from comlrl_lightning.preferences.providers import AnthropicChat, OpenAIChat
+from tests.waiting import HANG_SECONDS
 
 
 @dataclass
 class Reply:
-    """What the server sends: a status, a body (JSON unless it is text) and more headers, after a while."""
+    """What the server sends: a status, a body (JSON unless it is text) and more headers, after a condition."""
 
     status: int = 200
     body: Any = None
     headers: Mapping[str, str] = field(default_factory=dict)
-    delay: float = 0.0
+    after: Callable[[], object] = lambda: None
+    """Waits for what must come first."""
 
 
 @dataclass
@@ -41,6 +42,11 @@ class ChatServer:
     """With names in lower case."""
     paths: list[str] = field(default_factory=list)
     most_at_once: int = 0
+    is_over: Event = field(default_factory=Event)
+
+    def silence(self) -> None:
+        """Wait as long as the test takes."""
+        self.is_over.wait(HANG_SECONDS)
 
 
 def openai_reply(*texts: str, reason: str = "stop") -> Reply:
@@ -70,7 +76,7 @@ def chat_server(otherwise: Callable[[dict[str, Any]], Reply] | None = None) -> I
                 under_way[0] += 1
                 state.most_at_once = max(state.most_at_once, under_way[0])
             reply = state.otherwise(body) if reply is None else reply
-            time.sleep(reply.delay)
+            reply.after()
             with lock:
                 under_way[0] -= 1
             self._send(reply)
@@ -98,6 +104,7 @@ def chat_server(otherwise: Callable[[dict[str, Any]], Reply] | None = None) -> I
     try:
         yield state
     finally:
+        state.is_over.set()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
+
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -14,7 +15,8 @@ def ends() -> Iterator[None]:
     """All threads of rewards that a test starts have ended, once they had time to do so."""
     before = set(threading.enumerate())
     yield
-    deadline = time.monotonic() + 5
-    while left := [one for one in set(threading.enumerate()) - before if one.name in ("reward", "rewards")]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.01)
+
+    def left() -> list[threading.Thread]:
+        return [one for one in set(threading.enumerate()) - before if one.name in ("reward", "rewards")]
+
+    assert eventually(lambda: not left()), left()

@@ -127,6 +127,7 @@ def make_collector(
     processor: Callable[[float], float] | None = None,
     progress: Callable[[int, int], None] | None = None,
     per_agent: bool = False,
+    none_as_nan: bool = False,
     joint_format: JointFormat | None = None,
     workers: RewardWorkers | None = None,
     **shape: Any,
@@ -140,7 +141,7 @@ def make_collector(
         num_agents, joint_format = team.num_roles, joint_format or TaggedSections()
     interface = TaskFunctions(
         Formatters(formatters, num_agents),
-        RewardFunction(reward or Recorder(), num_agents, processor, per_agent=per_agent),
+        RewardFunction(reward or Recorder(), num_agents, processor, per_agent=per_agent, none_as_nan=none_as_nan),
         Transition(transition or World(), num_agents),
         passthrough,
         joint_format,

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import HANG_SECONDS
+
 Items = Sequence[Mapping[str, Any]]
 
 
@@ -21,12 +23,6 @@ def lengths(*completions: list[str]) -> list[float]:
 def halves(*completions: list[str], batch_items: Items) -> list[float]:
     """Sums that floats round: the number of the item and a third per character."""
     return [batch_items[0]["number"] + length / 3 for length in lengths(*completions)]
-
-
-def naps(first: list[str], batch_items: Items) -> list[float]:
-    """The number of the item after 0.2 seconds."""
-    time.sleep(0.2)
-    return [float(batch_items[0]["number"])] * len(first)
 
 
 def as_told(first: list[str], batch_items: Items) -> list[float]:
@@ -44,11 +40,11 @@ def as_told(first: list[str], batch_items: Items) -> list[float]:
     if told == "quit":
         raise SystemExit(4)
     if told == "hang":
-        time.sleep(60)
+        time.sleep(HANG_SECONDS)
     if told == "start and hang":
-        child = subprocess.Popen(["sleep", "60"])
+        child = subprocess.Popen(["sleep", str(HANG_SECONDS)])
         Path(batch_items[0]["file"]).write_text(f"{os.getpid()} {child.pid}")
-        time.sleep(60)
+        time.sleep(HANG_SECONDS)
     return [float(batch_items[0]["number"])] * len(first)
 
 

@@ -7,7 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
+
 from comlrl_lightning.environment.reward import RewardCall, RewardFunction
+from comlrl_lightning.environment.reward_dispatch import _Worker
 from comlrl_lightning.environment.reward_workers import RewardWorkers
 
 Backend = Literal["thread", "process"]
@@ -30,6 +33,20 @@ def score(
 ) -> list[list[list[float]]]:
     reward = RewardFunction(func, len(calls[0].completions), keywords.pop("processor", None))
     return RewardWorkers(*settings, **keywords).score(reward, calls).rows
+
+
+def limit_only(monkeypatch: pytest.MonkeyPatch, hangs: Callable[[RewardCall], bool]) -> None:
+    """Let the time limit hold for these calls alone: a busy machine makes no other one late."""
+    begin = _Worker.begin
+
+    def patched(worker: _Worker, index: int, call: RewardCall, seconds: float | None) -> None:
+        begin(worker, index, call, seconds if hangs(call) else None)
+
+    monkeypatch.setattr(_Worker, "begin", patched)
+
+
+def is_told_to_hang(call: RewardCall) -> bool:
+    return "hang" in call.item.get("do", "")
 
 
 def in_child(pid: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from comlrl_lightning.environment.reward_workers import RewardWorkers
 from comlrl_lightning.rollouts.collect import Collector
 from comlrl_lightning.types import Completion, Rollouts
 from tests.rollouts.fakes import CentralTeam, FakeTeam, make_collector
+from tests.waiting import eventually
 
 
 class Telling:
@@ -69,7 +69,4 @@ def rewards_of(rollouts: Rollouts) -> list[float]:
 
 
 def appears(file: Path) -> bool:
-    deadline = time.monotonic() + 20
-    while not file.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return file.exists()
+    return eventually(lambda: file.exists() and file.stat().st_size > 0)

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.rollouts.fakes import FakeTeam, make_collector
 from tests.rollouts.reward_functions import as_told, lengths
 from tests.rollouts.scoring import Backend, in_child
 from tests.rollouts.telling import Telling, appears, collector_of, fake_team, items, rewards_of
+from tests.waiting import HANG_SECONDS, PATIENCE_SECONDS, eventually
 
 WAYS: list[tuple[int, Backend]] = [(1, "thread"), (3, "thread"), (2, "process")]
 
@@ -71,15 +71,10 @@ class TestErrors:
 
         workers = RewardWorkers(1, "process")
         collector = collector_of(Telling(FakeTeam(1), meanwhile), as_told, workers)
-        started = time.monotonic()
         with pytest.raises(error, match="while sampling"):
             collector.collect(items(2, do=do, file=str(file)), range(2))
-        assert time.monotonic() - started < 20
         pids = [int(pid) for pid in file.read_text().split()] if file.exists() else []
-        deadline = time.monotonic() + 5
-        while any(map(in_child, pids)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not any(map(in_child, pids))
+        assert eventually(lambda: not any(map(in_child, pids)))
         # The workers go on afterwards.
         team = Telling(FakeTeam(1))
         assert rewards_of(collector_of(team, as_told, workers).collect(items(2), range(2))) == [0.0, 1.0]
@@ -89,17 +84,15 @@ class TestErrors:
 
         def reward(first: list[str]) -> list[float]:
             begun.set()
-            goes_on.wait(20)
+            goes_on.wait(HANG_SECONDS)
             return [0.0] * len(first)
 
         def meanwhile(request: int) -> None:
-            assert begun.wait(5)
+            assert begun.wait(PATIENCE_SECONDS)
             raise KeyboardInterrupt
 
-        started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             collector_of(Telling(FakeTeam(1), meanwhile), reward, RewardWorkers(2)).collect(items(3), range(3))
-        assert time.monotonic() - started < 5
         goes_on.set()
 
     def test_a_generation_that_fails_before_any_news(self) -> None:
@@ -136,7 +129,7 @@ def test_a_program_ends_while_its_workers_start(tmp_path: Path, seconds: float) 
             [sys.executable, str(script), str(seconds)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stderr=stderr,
-            timeout=60,
+            timeout=PATIENCE_SECONDS,
         )
     said = (tmp_path / "stderr").read_text()
     assert ended.returncode == 1

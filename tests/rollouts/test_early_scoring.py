@@ -6,6 +6,7 @@ import threading
 import time
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,16 +14,17 @@ import torch
 
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.environment.joint_format import TaggedSections
-from comlrl_lightning.environment.reward import RewardFunction
+from comlrl_lightning.environment.reward import RewardCall, RewardFunction
 from comlrl_lightning.environment.reward_workers import RewardWorkers
 from comlrl_lightning.rollouts.collect import Collector
 from comlrl_lightning.types import Rollouts
 from tests.agents.test_generation import ending_team
 from tests.rollouts.fakes import FakeTeam, make_collector
-from tests.rollouts.reward_functions import as_told, lengths, naps, touches
-from tests.rollouts.scoring import Backend, calls_of
+from tests.rollouts.reward_functions import as_told, lengths, touches
+from tests.rollouts.scoring import Backend, calls_of, is_told_to_hang, limit_only
 from tests.rollouts.telling import Telling, appears, collector_of, fake_team, items, rewards_of
 from tests.rollouts.test_user_code import half_precision
+from tests.waiting import HANG_SECONDS, PATIENCE_SECONDS, eventually
 
 
 class TestOverlap:
@@ -39,7 +41,7 @@ class TestOverlap:
             # Two agents: requests 5 and 4 are those of the third item. With both, its reward must come.
             trace.append(f"sampled {request}")
             if request % 2 == 0:
-                assert scored[request // 2].wait(5)
+                assert scored[request // 2].wait(PATIENCE_SECONDS)
             else:
                 time.sleep(0.02)
                 assert not scored[request // 2].is_set()
@@ -50,20 +52,37 @@ class TestOverlap:
         assert trace.index("reward 2") < trace.index("sampled 3")
         assert trace.index("reward 1") < trace.index("sampled 1")
 
-    def test_less_time_than_one_after_the_other(self) -> None:
-        # Four steps of 0.2 s and four rewards of 0.2 s: 1 s together, 1.6 s one after the other. A busy machine gets
-        # three tries.
-        seconds: list[float] = []
-        while len(seconds) < 3 and min(seconds, default=2.0) > 1.3:
-            collector = collector_of(Telling(FakeTeam(1), lambda request: time.sleep(0.2)), naps, RewardWorkers(1))
-            started = time.perf_counter()
-            rollouts = collector.collect(items(4), range(4))
-            seconds.append(time.perf_counter() - started)
-        assert min(seconds) < 1.3
+    def test_rewards_during_the_sampling_are_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Four steps of 20 s, and four rewards of 3 s by a clock that stands still in between: three of them run while
+        # others are sampled, the last one afterwards.
+        now, scored, sampled = [0.0], [threading.Event() for _ in range(4)], threading.Event()
+        reads: list[float] = []
+
+        def clock() -> float:
+            reads.append(now[0])
+            if len(reads) == 2:
+                sampled.set()
+            return reads[-1]
+
+        monkeypatch.setattr("comlrl_lightning.rollouts.collect.time", SimpleNamespace(perf_counter=clock))
+
+        def reward(first: list[str], batch_items: Any) -> list[float]:
+            number = batch_items[0]["number"]
+            if number == 0:
+                assert sampled.wait(PATIENCE_SECONDS)
+                now[0] += 3
+            scored[number].set()
+            return [float(number)] * len(first)
+
+        def meanwhile(request: int) -> None:
+            now[0] += 20
+            assert request == 0 or scored[request].wait(PATIENCE_SECONDS)
+
+        collector = collector_of(Telling(FakeTeam(1), meanwhile), reward, RewardWorkers(1))
+        rollouts = collector.collect(items(4), range(4))
         assert rewards_of(rollouts) == [0.0, 1.0, 2.0, 3.0]
-        # What is waited for after sampling: a part of the last naps.
-        assert rollouts.generation_seconds >= 0.8
-        assert rollouts.reward_seconds < 0.6
+        assert rollouts.generation_seconds == 80
+        assert rollouts.reward_seconds == 3
 
     def test_trajectories_of_a_task_are_scored_together(self) -> None:
         calls: list[tuple[int, int, int, bool]] = []
@@ -91,7 +110,7 @@ class TestOverlap:
         def progress(turn: int, running: int) -> None:
             trace.append("token")
             if any({2 * item, 2 * item + 1} <= told for item in range(8)):
-                assert begun.wait(5)
+                assert begun.wait(PATIENCE_SECONDS)
 
         class Heard(Telling):
             def generate(self, requests: Any, sampling: Any, progress: Any = None, finished: Any = None) -> Any:
@@ -125,7 +144,7 @@ class TestOverlap:
             seen.append(team.is_sampling)
             return [0.0] * len(first)
 
-        collector_of(team, in_thread, RewardWorkers(0, "thread", 5.0)).collect(items(2), range(2))
+        collector_of(team, in_thread, RewardWorkers(0, "thread", HANG_SECONDS)).collect(items(2), range(2))
         assert seen == [False, False]
         assert not team.is_heard
 
@@ -180,30 +199,42 @@ class TestTheSameResult:
 
 class TestTimeouts:
     @pytest.mark.parametrize("backend", ["thread", "process"])
-    def test_the_time_of_a_call_counts_while_others_are_sampled(self, backend: Backend) -> None:
-        # One worker. Item 2 comes first and hangs; the others are scored although sampling goes on for long.
+    def test_the_time_of_a_call_counts_while_others_are_sampled(
+        self, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # One worker. Item 2 comes first and hangs; it is late before the others are sampled.
+        limit_only(monkeypatch, is_told_to_hang)
         told = items(3)
         told[2]["do"] = "hang"
         rows: list[int] = []
+        is_late = threading.Event()
+
+        class Watched(RewardWorkers):
+            def _late(self, reward: RewardFunction) -> Any:
+                late = super()._late(reward)
+
+                def told(call: RewardCall) -> Any:
+                    is_late.set()
+                    return late(call)
+
+                return told
 
         def meanwhile(request: int) -> None:
-            time.sleep(0.4)
+            assert is_late.wait(PATIENCE_SECONDS)
 
         def processor(value: float) -> float:
             rows.append(team.is_sampling)
             return value + 100
 
         team = Telling(FakeTeam(1), meanwhile)
-        workers = RewardWorkers(1, backend, 0.3, -1.0)
-        started = time.monotonic()
+        workers = Watched(1, backend, 0.3, -1.0)
         rollouts = collector_of(team, as_told, workers, processor=processor).collect(told, range(3))
-        assert time.monotonic() - started < 20
         assert rewards_of(rollouts) == [100.0, 101.0, 99.0]
         assert rollouts.num_late == 1
         assert not any(rows)
-        assert rollouts.reward_seconds < rollouts.generation_seconds
 
-    def test_an_error_names_the_call(self) -> None:
+    def test_an_error_names_the_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        limit_only(monkeypatch, is_told_to_hang)
         told = items(3)
         told[1]["do"] = "hang"
         workers = RewardWorkers(2, "thread", 0.1)
@@ -284,8 +315,7 @@ class TestScoring:
         calls = calls_of(*[{}] * 4, num_joint=1)
         with RewardWorkers(1).open(RewardFunction(reward, 1), 4) as scoring:
             scoring.add(1, calls[1])
-            while len(seen) < 1:
-                time.sleep(0.01)
+            assert eventually(lambda: len(seen) == 1)
             time.sleep(0.05)
             for index in (3, 2, 0):
                 scoring.add(index, calls[index])

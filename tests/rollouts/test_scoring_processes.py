@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,9 @@ from tests.rollouts.reward_functions import (
     lengths,
     modes,
 )
-from tests.rollouts.scoring import calls_of, in_child, score, told
+from tests.rollouts.scoring import calls_of, in_child, is_told_to_hang, limit_only, score, told
+from tests.rollouts.telling import appears
+from tests.waiting import PATIENCE_SECONDS, eventually
 
 
 class TestProcesses:
@@ -39,17 +40,17 @@ class TestProcesses:
             workers.score(reward, told("die"))
         assert workers.score(reward, told("score", "score", "score")).rows == [[[0.0]], [[1.0]], [[2.0]]]
 
-    def test_a_hanging_one_is_killed_with_all_that_it_started(self, tmp_path: Path) -> None:
+    def test_a_hanging_one_is_killed_with_all_that_it_started(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        limit_only(monkeypatch, is_told_to_hang)
         workers, reward = RewardWorkers(1, "process", 0.5, -1.0), RewardFunction(as_told, 1)
         file = tmp_path / "pids"
         calls = calls_of({}, {"do": "start and hang", "file": str(file)}, {}, num_joint=1)
         assert workers.score(reward, calls).rows == [[[0.0]], [[-1.0]], [[2.0]]]
         pids = [int(pid) for pid in file.read_text().split()]
         assert os.getpid() not in pids
-        deadline = time.monotonic() + 5
-        while any(map(in_child, pids)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not any(map(in_child, pids))
+        assert eventually(lambda: not any(map(in_child, pids)))
 
     def test_workers_stay_and_keep_their_own_state(self) -> None:
         counter = Counter()
@@ -91,18 +92,14 @@ class TestProcesses:
         workers, reward = RewardWorkers(1, "process"), RewardFunction(as_told, 1)
 
         def interrupt() -> None:
-            while not file.exists():
-                time.sleep(0.01)
+            appears(file)
             signal.raise_signal(signal.SIGINT)
 
         threading.Thread(target=interrupt, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
             workers.score(reward, calls_of({"do": "start and hang", "file": str(file)}, num_joint=1))
-        deadline = time.monotonic() + 5
         pids = [int(pid) for pid in file.read_text().split()]
-        while any(map(in_child, pids)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not any(map(in_child, pids))
+        assert eventually(lambda: not any(map(in_child, pids)))
         assert workers.score(reward, told("score")).rows == [[[0.0]]]
 
     @pytest.mark.slow
@@ -151,14 +148,11 @@ def test_no_program_hangs_at_its_end(tmp_path: Path, backend: str, number: int, 
             [sys.executable, str(script), backend, str(int(number)), str(file)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stderr=stderr,
-            timeout=50,  # less than what hangs
+            timeout=PATIENCE_SECONDS,
         )
     assert started.returncode == code
     assert said in (tmp_path / "stderr").read_text()
     pids = [int(pid) for pid in file.read_text().split()]
     if backend == "thread":
         os.kill(pids.pop(), signal.SIGKILL)  # what a thread has started is nobody's to end
-    deadline = time.monotonic() + 5
-    while any(map(in_child, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(in_child, pids))
+    assert eventually(lambda: not any(map(in_child, pids)))
