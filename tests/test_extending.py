@@ -24,8 +24,8 @@ def test_the_program_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     engine = importlib.import_module("extending_page").engine
-    # Four fits of two batches: before the first generation, and again after the optimizer step that follows.
-    assert engine.num_updates == 8
+    # Four fits: before the first generation, and in the second batch and the evaluation after an optimizer step each.
+    assert engine.num_updates == 12
 
 
 @pytest.mark.parametrize("algorithm", ["MAMedian", "CISPO"])
@@ -35,6 +35,7 @@ def test_a_file_outside_of_the_package(algorithm: str, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_methods", raising=False)
+    monkeypatch.setattr(sys, "argv", ["comlrl-lightning"])
     main(
         [
             "fit",

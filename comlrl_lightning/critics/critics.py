@@ -19,9 +19,9 @@ from comlrl_lightning.agents.adapter_folders import save_adapters
 from comlrl_lightning.agents.attention import HALF
 from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
 from comlrl_lightning.agents.threads import run_together
-from comlrl_lightning.agents.whole_weights import check_values
 from comlrl_lightning.critics.inputs import CriticReader
 from comlrl_lightning.types import Completion
+from comlrl_lightning.utilities.whole_weights import check_values
 
 CriticType = Literal["v", "q"]
 """Whether a critic reads prompts alone or prompts and completions."""

@@ -1,4 +1,4 @@
-"""Make the embedded story model: `python -m comlrl_lightning.assets.train_story_model OUT_DIR`.
+"""Make the embedded story model: `python -m benchmarks.train_story_model OUT_DIR`.
 
 The corpus is written by our grammar while training runs: prompts exactly as the length-ratio task makes them, each
 followed by a story on their topic, of random length. Same seed and number of steps, same weights. Corpus, tokenizer and
@@ -28,7 +28,7 @@ license: apache-2.0
 library_name: transformers
 ---
 A Llama of 0.95 million parameters that writes mini-stories. Corpus, tokenizer and weights were made by
-`python -m comlrl_lightning.assets.train_story_model` from the package's own grammar and are licensed under Apache-2.0.
+`python -m benchmarks.train_story_model` from the package's own grammar and are licensed under Apache-2.0.
 """
 
 # What the stories on the open prompts are about: the hero's kind or the place, in the order of the prompts.

@@ -1,25 +1,26 @@
-"""Which language models a checkpoint belongs to: on others, or on another agent's, its adapters mean nothing."""
+"""Fingerprints of the base models, so that adapters are not loaded onto a different base."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from comlrl_lightning.agents.fingerprints import config_hash, is_same_sample, may_move
-from comlrl_lightning.agents.settings import SharedBase, is_name
-
-if TYPE_CHECKING:
-    from comlrl_lightning.algorithms.module import CooperativeModule
+from comlrl_lightning.agents.settings import Separate, SharedBase, is_name
+from comlrl_lightning.agents.team import AgentTeam
 
 
-def bases_of(module: CooperativeModule) -> list[dict[str, Any]]:
+def bases_of(agents: SharedBase | Separate, team: AgentTeam) -> list[dict[str, Any]]:
     """`[N]` the language model under each agent: its name, kind, a hash of its configuration, a sample of its weights.
 
     The sample is empty where the agent trains all of them.
+
+    Args:
+        agents: The models as the user named them.
+        team: The loaded models.
     """
-    agents = module.agents
-    given = [agents.model] * module.team_size if isinstance(agents, SharedBase) else list(agents.models)
-    models = [module.team.speaker(agent) for agent in range(module.team_size)]
+    given = [agents.model] * team.num_agents if isinstance(agents, SharedBase) else list(agents.models)
+    models = [team.speaker(agent) for agent in range(team.num_agents)]
     return [
         {
             "name": str(one) if is_name(one) else str(model.causal.config.name_or_path),
