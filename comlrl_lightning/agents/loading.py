@@ -27,6 +27,11 @@ class LoadSettings(Protocol):
     """The settings of a model that loading reads."""
 
     @property
+    def dtype(self) -> str | None:
+        """Number format of the weights."""
+        ...
+
+    @property
     def model_kwargs(self) -> dict[str, Any] | None:
         """More arguments for `from_pretrained`."""
         ...
