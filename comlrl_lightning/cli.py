@@ -128,8 +128,6 @@ class CooperativeCLI(LightningCLI):
             help="Import path of a task set: brings items, formatters, reward, transition and metrics, "
             "as far as they are not given themselves.",
         )
-        parser.link_arguments("task", "model.init_args.task")
-        parser.link_arguments("task", "data.task")
         assert isinstance(parser, CooperativeParser)
         parser.has_settings = True
 
@@ -151,6 +149,7 @@ class CooperativeCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
+        self._pass_task_on()
         trainer = self._get(self.config, "trainer")
         with self._telling_mistakes():
             check_trainer_flags(trainer)
@@ -163,6 +162,13 @@ class CooperativeCLI(LightningCLI):
             super().instantiate_classes()
             if (path := self._get(self.config_init, "task")) is not None:
                 self._add_metrics(load_task(path))
+
+    def _pass_task_on(self) -> None:
+        """Give the task set to the algorithm and to the data, unless they have one of their own."""
+        task = self._get(self.config, "task")
+        for settings in (self._get(self.config, "model").init_args, self._get(self.config, "data")):
+            if settings.task is None:
+                settings.task = task
 
     def _add_metrics(self, task: Task) -> None:
         """Add the callbacks for the metrics of a task, unless the configuration has its own."""

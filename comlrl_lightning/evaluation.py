@@ -105,7 +105,8 @@ def _called_back(trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[No
     try:
         yield
     finally:
-        present[:] = [callback for callback in present if callback not in extra]
+        left: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  (by now it may be another list)
+        left[:] = [callback for callback in left if callback not in extra]
 
 
 @contextmanager

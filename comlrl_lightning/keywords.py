@@ -27,17 +27,9 @@ class KnownKeywords:
             TypeError: If one is not.
         """
         kind: type = cls
-        if kwargs and _is_ours(kind):
-            known = (*keywords_of(kind), *cls.explained_keywords())
-            for name in kwargs:
-                if name not in known:
-                    raise TypeError(f"{kind.__name__}({name}=...) has no such setting. {advice(name, kind)}")
+        if _is_ours(kind):
+            check_keywords(kind, kwargs)
         return super().__new__(cls)
-
-    @classmethod
-    def explained_keywords(cls) -> tuple[str, ...]:
-        """Keywords that the constructor itself refuses, with a reason."""
-        return ()
 
 
 DATACLASSES: list[type] = []
@@ -54,7 +46,7 @@ def known_keywords(cls: C) -> C:
 
     @wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        check_keywords(cls, kwargs)
+        check_keywords(type(self), kwargs)
         init(self, *args, **kwargs)
 
     cls.__init__ = checked  # type: ignore[misc]

@@ -289,6 +289,7 @@ class TestOverfitting:
             "overfit_batches=2) trains the same items in each epoch: shuffle=True is off" in one for one in heard
         )
 
+    @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
     def test_another_trainer_shuffles_again(self) -> None:
         data = TaskDataModule(rows(20), shuffle=True)
         with pytest.warns(UserWarning, match="shuffle=True is off"):

@@ -59,7 +59,7 @@ def write_config(model: str, folder: Path) -> str:
                 "lr_scheduler": {"class_path": "LinearLR", "init_args": {"total_iters": 3}},
             },
         },
-        "data.datamodule": {
+        "data": {
             "train_dataset": "tests.killed_run.items",
             "eval_dataset": [*killed_run.ITEMS[:2]],
             "shuffle": True,

@@ -15,6 +15,7 @@ from comlrl_lightning.algorithms.checks import check_nodes, check_sampling
 from comlrl_lightning.critics.loading import build_critics
 from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic, ValueHead, check_critic
 from comlrl_lightning.functional import PolicyLoss, group_max, group_mean, leave_one_out
+from comlrl_lightning.keywords import known_keywords
 from comlrl_lightning.learning.actor_critic import ActorCriticLearner
 from comlrl_lightning.learning.policy import GroupRelativeLearner, Learner, PolicyBatch, clipped_policy_loss
 from comlrl_lightning.learning.settings import PolicySettings, ValueSettings
@@ -264,6 +265,7 @@ class ActorCriticMethod(PolicyMethod):
         )
 
 
+@known_keywords
 @document_fields
 @dataclass(kw_only=True, eq=True)
 class CriticFree(CriticFreeMethod):
@@ -295,6 +297,7 @@ class CriticFree(CriticFreeMethod):
         return group_mean(log_ratios) if self.algorithm == "MAReMax" else self.baseline(log_ratios)
 
 
+@known_keywords
 @document_fields
 @dataclass(kw_only=True, eq=True)
 class ActorCritic(ActorCriticMethod):

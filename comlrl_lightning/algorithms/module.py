@@ -83,8 +83,8 @@ TRAIN, EVALUATE, PREDICT, COMPARE = range(4)
 """Stages that keep the random streams of completions apart."""
 
 FUNCTION_SETTINGS = (
-    "formatters",
     "reward_func",
+    "formatters",
     "reward_processor",
     "external_transition",
     "optimizer",
@@ -180,8 +180,8 @@ class CooperativeModule(DataclassModule):
         self.automatic_optimization = False
         self.strict_loading = False  # frozen weights are not in checkpoints; `on_load_checkpoint` checks the rest
         self._resolve_settings()
-        self.num_agents = self.agents.num_agents
         self.check_settings()
+        self.num_agents = self.agents.num_agents
         self.functions = self.make_functions()
         self.team_settings = team_settings(self.agents, self.functions.joint_format)
         self.team_size = self.team_settings.num_agents
@@ -236,7 +236,6 @@ class CooperativeModule(DataclassModule):
         self.env_step = 0
         self.update_step = 0
         """Optimizer steps that changed weights; Lightning's `global_step` counts the others, too."""
-        self.idle_steps = IdleSteps()
         self.idle_steps = IdleSteps()
         self.eval_seed: int | None = None
         self.rollouts: Rollouts | None = None
@@ -331,6 +330,7 @@ class CooperativeModule(DataclassModule):
         check_trainer_flags(self.trainer)
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         check_checkpoints(callbacks)
+        check_data(self.trainer)
         prepare_callbacks(self.trainer)
         present = {type(callback) for callback in callbacks}
         own = [kind() for kind in (ForgetStep, TellWhatStopped) if kind not in present]
@@ -380,7 +380,6 @@ class CooperativeModule(DataclassModule):
     @override
     def setup(self, stage: str) -> None:
         check_data(self.trainer)
-        check_data(self.trainer)
         self._resumed = None  # a fit that was refused after it had read its checkpoint may have left something
 
     @override
@@ -397,7 +396,6 @@ class CooperativeModule(DataclassModule):
         """Drop what a stopped fit has left; a resumed fit restores its own later."""
         self.buffer.clear()
         self.step_start = None
-        self.idle_steps = IdleSteps()
         self.idle_steps = IdleSteps()
         self.training_metrics.pop()
 
@@ -544,7 +542,7 @@ class CooperativeModule(DataclassModule):
     @override
     def on_validation_epoch_end(self) -> None:
         metrics = self.evaluation_metrics.pop()
-        if metrics:
+        if metrics and not self.trainer.barebones:
             # "step" is what Lightning takes for the x-axis of its loggers. All ranks have the same values already:
             # their maximum is exact, and Lightning does not ask for a reduction.
             steps = {"env_step": float(self.env_step), "step": float(self.env_step)}
@@ -596,7 +594,7 @@ class CooperativeModule(DataclassModule):
             metrics: The same on every rank.
         """
         self._write(metrics)
-        for key, value in metrics.items():
+        for key, value in () if self.trainer.barebones else metrics.items():
             self.log(key, value, logger=False, batch_size=1, prog_bar=key.endswith("reward_mean"))
 
     @property

@@ -240,9 +240,6 @@ def test_an_agent_without_trainable_parameters_is_refused(monkeypatch: pytest.Mo
     team = shared_team()
     for parameter in team.agent_parameters(1).values():
         parameter.requires_grad_(False)
-    assert team.agent_parameters(0)
-    with pytest.raises(ValueError, match="agent_1 has no trainable parameters"):
-        team.agent_parameters(1)
     with pytest.raises(ValueError, match="agent_1 has no trainable parameters"):
         AgentTeam([model_of(team)])
 

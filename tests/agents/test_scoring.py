@@ -62,11 +62,12 @@ def team_gradients(team: AgentTeam, rows: Sequence[Completion], temperature: flo
     return gradients
 
 
-def assert_equal_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+def assert_equal_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], rounding: float = 1e-9) -> None:
     assert ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
         assert gradient.abs().sum() > 0, name
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-9, atol=1e-11, msg=name)
+        largest = float(gradient.abs().max())
+        torch.testing.assert_close(ours[name], gradient, rtol=rounding, atol=rounding / 10 * largest, msg=name)
 
 
 @pytest.mark.parametrize("make", ARCHITECTURES)
@@ -93,7 +94,9 @@ def test_padded_rows_score_as_each_row_alone(make: Callable[[], PreTrainedModel]
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_equal_those_through_set_adapter(make: Callable[[], PreTrainedModel], checkpointing: bool) -> None:
     team, rows = shared_team(make(), gradient_checkpointing=checkpointing).double().train(), written(1, AGENTS)
-    assert_equal_gradients(team_gradients(team, rows, 0.7), peft_gradients(team, rows, 0.7))
+    # Gemma's attention computes its softmax in float32, whatever the model does.
+    rounding = 1e-5 if make is tiny_gemma else 1e-9
+    assert_equal_gradients(team_gradients(team, rows, 0.7), peft_gradients(team, rows, 0.7), rounding)
 
 
 @pytest.mark.parametrize("agents", [[0, 0], [0, 1, 1, 0], [2, 1, 0, 2, 2]])

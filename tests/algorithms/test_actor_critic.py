@@ -205,7 +205,7 @@ class TestSettings:
             (IAC, {"value_clip_range": -1.0}, r"value_clip_range=-1.0 is out of range"),
             (IAC, {"critic_learning_rate": -1.0}, r"critic_learning_rate=-1.0 is out of range"),
             (IAC, {"advantage_normalization": "group"}, r"advantage_normalization='group' is unknown"),
-            (IAC, {"per_agent_rewards": 2}, r"per_agent_rewards=2 is unknown"),
+            (IAC, {"per_agent_rewards": 2}, r"per_agent_rewards=2 is neither True nor False"),
             (IAC, {"num_turns": 3, "max_nodes": 5}, r"grows to 6 nodes per task item, above max_nodes=5"),
         ],
     )

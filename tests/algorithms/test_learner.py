@@ -40,6 +40,11 @@ class PaperTeam:
         """One for all."""
         return self
 
+    def micro_batches(self, completions: Sequence[Completion], token_budget: int) -> list[list[list[int]]]:
+        """Micro-batches of one model, as `AgentTeam` cuts them."""
+        batches = completion_batches(completions, token_budget, reads_prompts_once=self.reads_prompts_once)
+        return [[batch] for batch in batches]
+
     def log_probs(
         self, completions: Sequence[Completion], *, temperature: float, reference: bool = False
     ) -> TokenScores:

@@ -58,6 +58,7 @@ def test_batches_of_other_data_modules_too(how: str) -> None:
         given(how, OwnData())
 
 
+@pytest.mark.filterwarnings("ignore:Trainer.* ends inside a round")
 def test_rounds_of_preferences_too() -> None:
     with pytest.raises(ValueError, match="A batch is dict, not task items"):
         given("fit", OwnData(), direct)

@@ -91,6 +91,7 @@ def test_another_number_of_workers_goes_on_from_a_checkpoint(tmp_path: Path) -> 
         "reward_backend": "thread",
         "reward_timeout_seconds": None,
         "reward_timeout_value": None,
+        "reward_none": "error",
     }
     again = make_trainer(max_epochs=2)
     again.fit(make_module(MAGRPO), TaskDataModule(ITEMS, batch_size=2), ckpt_path=tmp_path / "run.ckpt")

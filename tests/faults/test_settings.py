@@ -307,7 +307,7 @@ CALLBACKS = (
     Refused(
         "loggers",
         "a misspelled key",
-        "wandb_config has unknown keys ['projct']. Allowed: project, entity, name, run_name",
+        "wandb_config has unknown keys ['projct']. Allowed: name, run_name",
         lambda _: wandb_logger({"projct": "p"}),
     ),
     Refused(
@@ -334,8 +334,10 @@ PREFERENCES = (
     Refused(
         "preferences",
         "several turns",
-        "MADPO(num_turns=...) has no such setting: preferences are about one turn. Leave it out.",
+        "MADPO(num_turns=...) has no such setting. It is one of IAC or MAAC or MAGRPO or MAREINFORCE or MARLOO or"
+        " MAReMax: give it there, or leave it out.",
         lambda _: make(MADPO, num_turns=2),
+        TypeError,
     ),
     Refused(
         "preferences",
