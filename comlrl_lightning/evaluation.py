@@ -105,7 +105,7 @@ def _called_back(trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[No
     try:
         yield
     finally:
-        left: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  (by now it may be another list)
+        left: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         left[:] = [callback for callback in left if callback not in extra]
 
 
