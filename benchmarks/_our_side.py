@@ -39,9 +39,9 @@ from comlrl_lightning import (
     SharedBase,
     TaskDataModule,
 )
-from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.data.datamodule import TaskBatch
 from comlrl_lightning.rollouts.collect import Collector
-from comlrl_lightning.rollouts.types import Completion, Node, Rollouts
+from comlrl_lightning.types import Completion, Node, Rollouts
 
 WARM_UP_TOKENS = 4
 
@@ -49,17 +49,18 @@ WARM_UP_TOKENS = 4
 class Recorded(MAGRPO):
     """MAGRPO that learns from recorded completions and samples none; its first batch is a warm-up with short ones."""
 
-    num_tokens: int
+    num_tokens: int = 1
+    """Tokens of every completion after the warm-up."""
 
     @override
-    def _collect(self, batch: TaskBatch, *args: Any, **kwargs: Any) -> Rollouts:
+    def collect(self, batch: TaskBatch, *args: Any, **kwargs: Any) -> Rollouts:
         count = WARM_UP_TOKENS if batch.start == 0 else self.num_tokens
         nodes = tuple(self._node(position, item, count) for position, item in enumerate(batch.items))
         return Rollouts(tuple(batch.items), tuple(batch.indices), nodes)
 
     def _node(self, position: int, item: Mapping[str, Any], count: int) -> Node:
         num_generations, agents = self.shape.num_generations, range(self.num_agents)
-        prompts = tuple(self.interface.formatters.format(item, agent) for agent in agents)
+        prompts = tuple(self.functions.formatters.format(item, agent) for agent in agents)
         groups = tuple(
             tuple(self._completion(position, agent, sample, prompts[agent], count) for sample in range(num_generations))
             for agent in agents
@@ -188,7 +189,7 @@ def generate(module: CooperativeModule, job: Job) -> tuple[Watch, float]:
     watch = Watch()
     short = replace(module.sampling, max_new_tokens=WARM_UP_TOKENS, min_new_tokens=WARM_UP_TOKENS)
     for count, sampling in ((1, short), (len(items), module.sampling)):
-        collector = Collector(module.team, module.interface, module.shape, sampling, (job.seed,))
+        collector = Collector(module.team, module.functions, module.shape, sampling, (job.seed,))
         rollouts = collector.collect(items[:count], range(count))
     watch.read(rollouts)
     return watch, watch.generation_seconds

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks._model import DEFAULT_MODEL, model_folder
 from benchmarks._report import table
 from comlrl_lightning import Sampling, SharedBase
-from comlrl_lightning.agents.generation import Row, generate
-from comlrl_lightning.agents.team import AgentTeam
+from comlrl_lightning.agents.decoding.native import Row, generate
+from comlrl_lightning.agents.loading import build_team
 
 PROMPT = "Write a story about a fox and a bear in the winter woods."
 
@@ -59,7 +59,7 @@ def ways(folder: str, num_rows: int, num_tokens: int) -> dict[str, Callable[[], 
             model.forward = torch.compile(model.forward, dynamic=False)
         return theirs(cache_implementation="static")
 
-    team = AgentTeam.build(SharedBase(folder, num_agents=2, dtype="bfloat16"))
+    team = build_team(SharedBase(folder, num_agents=2, dtype="bfloat16"))
     (own,) = team.language_models()
     prompt = tuple(inputs.input_ids[0].tolist())
     rows = [Row(agent, prompt, (agent, sample)) for agent in range(2) for sample in range(num_rows // 2)]

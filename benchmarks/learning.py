@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from comlrl_lightning import LoraSettings, Sampling, SharedBase, TaskDataModule
 from comlrl_lightning.algorithms import POLICY_GRADIENT_ALGORITHMS
-from comlrl_lightning.rollouts.types import RolloutSource
 from comlrl_lightning.tasks import length_ratio
+from comlrl_lightning.types import RolloutSource
 
 mpl.use("Agg")
 

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import field
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
@@ -76,7 +77,7 @@ class Clock:
 class TimedMAGRPO(MAGRPO):
     """MAGRPO with its backward passes and its optimizer timed."""
 
-    clock: Clock
+    clock: Clock = field(init=False)
 
     @override
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:

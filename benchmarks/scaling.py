@@ -21,11 +21,12 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from benchmarks._report import table
 from comlrl_lightning import LoraSettings, Sampling, SharedBase
-from comlrl_lightning.agents.generation import Row, generate
-from comlrl_lightning.agents.scoring import num_padded_tokens
+from comlrl_lightning.agents.decoding.native import Row, generate
+from comlrl_lightning.agents.loading import build_team
+from comlrl_lightning.agents.log_probs import num_padded_tokens
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.assets import story_model_path
-from comlrl_lightning.rollouts.types import Completion
+from comlrl_lightning.types import Completion
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def build(step: Step) -> AgentTeam:
     )
     lora = LoraSettings(rank=step.rank)
     tokenizer = AutoTokenizer.from_pretrained(story_model_path())
-    return AgentTeam.build(SharedBase(LlamaForCausalLM(config), step.num_agents, lora=lora, tokenizer=tokenizer))
+    return build_team(SharedBase(LlamaForCausalLM(config), step.num_agents, lora=lora, tokenizer=tokenizer))
 
 
 def count(step: Step) -> tuple[float, float, float]:

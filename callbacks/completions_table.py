@@ -23,7 +23,7 @@ from comlrl_lightning.callbacks.support import (
 )
 from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.reports import say
-from comlrl_lightning.rollouts.types import Rollouts, prompt_text
+from comlrl_lightning.types import Rollouts, prompt_text
 
 
 class CompletionsTable(Callback, KnownKeywords):

@@ -11,10 +11,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from comlrl_lightning.callbacks.support import EVAL_PREFIX
-from comlrl_lightning.calls import short
-from comlrl_lightning.checking import is_whole
-from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.data.datamodule import TaskBatch
 from comlrl_lightning.keywords import KnownKeywords
+from comlrl_lightning.utilities.calls import short
+from comlrl_lightning.utilities.checks import is_whole
 
 NEVER = 10**9
 

@@ -9,10 +9,10 @@ from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from comlrl_lightning.callbacks.support import as_numbers, check_names, log_evaluation, rollout_source
-from comlrl_lightning.calls import UserFunction
 from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.metrics import evaluation_keys
-from comlrl_lightning.rollouts.types import Rollouts, RolloutSource
+from comlrl_lightning.types import Rollouts, RolloutSource
+from comlrl_lightning.utilities.calls import UserFunction
 
 LOGGER_KEYWORDS = ("agent_completions_turns", "batch_items", "prompts")
 

@@ -10,7 +10,7 @@ from lightning import Trainer
 
 from comlrl_lightning.callbacks.support import batches_trained
 from comlrl_lightning.files import Place
-from comlrl_lightning.rollouts.types import RolloutSource
+from comlrl_lightning.types import RolloutSource
 
 
 class History:

@@ -11,9 +11,9 @@ from typing_extensions import override
 
 from comlrl_lightning.callbacks.run_path import RunPath
 from comlrl_lightning.callbacks.support import is_rehearsal
-from comlrl_lightning.distributed import gather_objects
 from comlrl_lightning.files import Place
 from comlrl_lightning.keywords import KnownKeywords
+from comlrl_lightning.utilities.distributed import gather_objects
 
 
 class JSONPredictions(Callback, KnownKeywords):

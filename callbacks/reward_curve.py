@@ -17,9 +17,9 @@ from comlrl_lightning.callbacks.support import (
     is_rehearsal,
     rollout_source,
 )
-from comlrl_lightning.checking import is_whole
-from comlrl_lightning.distributed import gather_objects
 from comlrl_lightning.keywords import KnownKeywords
+from comlrl_lightning.utilities.checks import is_whole
+from comlrl_lightning.utilities.distributed import gather_objects
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,11 +12,11 @@ from lightning import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from comlrl_lightning.callbacks.support import as_numbers, check_names, log_evaluation, rollout_source
-from comlrl_lightning.calls import UserFunction
-from comlrl_lightning.distributed import gather_objects
 from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.metrics import evaluation_keys, training_keys
-from comlrl_lightning.rollouts.types import Node, Prompt, Rollouts, merge_rollouts
+from comlrl_lightning.types import Node, Prompt, Rollouts, merge_rollouts
+from comlrl_lightning.utilities.calls import UserFunction
+from comlrl_lightning.utilities.distributed import gather_objects
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
-from comlrl_lightning.calls import check_unicode, short
-from comlrl_lightning.checking import is_whole
 from comlrl_lightning.files import Place
 from comlrl_lightning.loggers import TaskWandbLogger
-from comlrl_lightning.rollouts.types import RolloutSource
+from comlrl_lightning.types import RolloutSource
+from comlrl_lightning.utilities.calls import check_unicode, short
+from comlrl_lightning.utilities.checks import is_whole
 
 EVAL_PREFIX = "eval/"
 

@@ -20,17 +20,18 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from comlrl_lightning import callbacks
-from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, ValueHead
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.algorithms import ALGORITHMS
 from comlrl_lightning.algorithms.checks import check_precision_flag, check_trainer_flags
-from comlrl_lightning.algorithms.cooperative import CooperativeModule
 from comlrl_lightning.algorithms.methods import ActorCritic, CriticFree
+from comlrl_lightning.algorithms.module import CooperativeModule
 from comlrl_lightning.callbacks.run_path import run_folder
-from comlrl_lightning.collaboration import TaggedSections as TaggedSections  # known by its name in YAML
-from comlrl_lightning.data import TaskDataModule
-from comlrl_lightning.noise import quiet_libraries
+from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic, ValueHead
+from comlrl_lightning.data.datamodule import TaskDataModule
+from comlrl_lightning.environment.joint_format import TaggedSections as TaggedSections  # known by its name in YAML
 from comlrl_lightning.reports import say, sturdy_output
+from comlrl_lightning.tasks.task import Task, load_task
+from comlrl_lightning.utilities.quiet import quiet_libraries
 
 # Settings that are one of several dataclasses keep their class_path, also inside of others.
 CHOICES: list[type | str] = [SharedBase, Separate, ValueHead, AdapterCritic, ModelCritic, CriticFree, ActorCritic]
@@ -120,6 +121,13 @@ class CooperativeCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--task",
+            type=str | None,
+            default=None,
+            help="Import path of a task set: brings items, formatters, reward, transition and metrics, "
+            "as far as they are not given themselves.",
+        )
         assert isinstance(parser, CooperativeParser)
         parser.has_settings = True
 
@@ -141,6 +149,7 @@ class CooperativeCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
+        self._pass_task_on()
         trainer = self._get(self.config, "trainer")
         with self._telling_mistakes():
             check_trainer_flags(trainer)
@@ -151,6 +160,27 @@ class CooperativeCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         with self._telling_mistakes():
             super().instantiate_classes()
+            if (path := self._get(self.config_init, "task")) is not None:
+                self._add_metrics(load_task(path))
+
+    def _pass_task_on(self) -> None:
+        """Give the task set to the algorithm and to the data, unless they have one of their own."""
+        task = self._get(self.config, "task")
+        for settings in (self._get(self.config, "model").init_args, self._get(self.config, "data")):
+            if settings.task is None:
+                settings.task = task
+
+    def _add_metrics(self, task: Task) -> None:
+        """Add the callbacks for the metrics of a task, unless the configuration has its own."""
+        present: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if (
+            task.eval_logger
+            and task.eval_aggregator
+            and not any(isinstance(one, callbacks.EvalMetrics) for one in present)
+        ):
+            present.append(callbacks.EvalMetrics(task.eval_logger, task.eval_aggregator))
+        if task.metrics_callback is not None and not any(isinstance(one, callbacks.RolloutMetrics) for one in present):
+            present.append(callbacks.RolloutMetrics(task.metrics_callback))
 
     def predict(self, **kwargs: Any) -> None:
         """Sample joint completions for the evaluation split and write them to ``--output``."""

@@ -27,9 +27,9 @@ from comlrl_lightning.callbacks import (
     SaveAgents,
 )
 from comlrl_lightning.files import Place, claim
-from comlrl_lightning.noise import quiet_libraries
 from comlrl_lightning.reports import say, sturdy_output
 from comlrl_lightning.tasks import length_ratio
+from comlrl_lightning.utilities.quiet import quiet_libraries
 
 
 def demo(model: str | None, seed: int, out: Path, max_epochs: int = 6) -> dict[str, float]:

@@ -11,12 +11,12 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
-from comlrl_lightning.calls import short
-from comlrl_lightning.checking import is_whole
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
+from comlrl_lightning.utilities.calls import short
+from comlrl_lightning.utilities.checks import is_whole
 
 if TYPE_CHECKING:
-    from comlrl_lightning.algorithms.cooperative import CooperativeModule
+    from comlrl_lightning.algorithms.module import CooperativeModule
 
 
 def evaluate(
@@ -105,7 +105,8 @@ def _called_back(trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[No
     try:
         yield
     finally:
-        present[:] = [callback for callback in present if callback not in extra]
+        left: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        left[:] = [callback for callback in left if callback not in extra]
 
 
 @contextmanager

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator
-from functools import cache
-from typing import Any, Self
+from collections.abc import Iterable, Iterator
+from functools import cache, wraps
+from typing import Any, Self, TypeVar
+
+C = TypeVar("C", bound=type)
 
 PACKAGE = __name__.partition(".")[0]
 MANY = 8
@@ -25,17 +27,43 @@ class KnownKeywords:
             TypeError: If one is not.
         """
         kind: type = cls
-        if kwargs and _is_ours(kind):
-            known = (*keywords_of(kind), *cls.explained_keywords())
-            for name in kwargs:
-                if name not in known:
-                    raise TypeError(f"{kind.__name__}({name}=...) has no such setting. {advice(name, kind)}")
+        if _is_ours(kind):
+            check_keywords(kind, kwargs)
         return super().__new__(cls)
 
-    @classmethod
-    def explained_keywords(cls) -> tuple[str, ...]:
-        """Keywords that the constructor itself refuses, with a reason."""
-        return ()
+
+DATACLASSES: list[type] = []
+"""Settings that `known_keywords` has seen."""
+
+
+def known_keywords(cls: C) -> C:
+    """Give a dataclass the check of `KnownKeywords` without a base class, which the command line would take for more.
+
+    Args:
+        cls: The dataclass.
+    """
+    init = cls.__init__  # type: ignore[misc]
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        check_keywords(type(self), kwargs)
+        init(self, *args, **kwargs)
+
+    cls.__init__ = checked  # type: ignore[misc]
+    DATACLASSES.append(cls)
+    return cls
+
+
+def check_keywords(cls: type, names: Iterable[str]) -> None:
+    """Refuse keywords that a constructor does not take.
+
+    Raises:
+        TypeError: If it does not; the message names the one that may have been meant.
+    """
+    known = keywords_of(cls)
+    for name in names:
+        if name not in known:
+            raise TypeError(f"{cls.__name__}({name}=...) has no such setting. {advice(name, cls)}")
 
 
 @cache
@@ -55,7 +83,9 @@ def advice(name: str, cls: type) -> str:
     known = keywords_of(cls)
     if close := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
         return f"Did you mean {close[0]}?"
-    if owners := sorted({other.__name__ for other in _classes(KnownKeywords) if name in keywords_of(other)}):
+    if owners := sorted(
+        {other.__name__ for other in (*DATACLASSES, *_classes(KnownKeywords)) if name in keywords_of(other)}
+    ):
         return f"It is one of {' or '.join(owners)}: give it there, or leave it out."
     if close := difflib.get_close_matches(name, known, n=1):
         return f"Did you mean {close[0]}?"

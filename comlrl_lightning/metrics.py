@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from comlrl_lightning.distributed import all_reduce_sum
+from comlrl_lightning.utilities.distributed import all_reduce_sum
 
 TURN_METRICS = ("reward_mean", "expected_return")
 """Under ``turn_k/``: mean processed reward, mean discounted return from this turn on."""
@@ -94,18 +94,21 @@ def preference_keys(num_agents: int, direct: bool) -> list[str]:
     return [*pairs, *fit, *(LEARNED + key for key in turn_keys(1, with_kl=False))]
 
 
-def training_keys(
-    num_turns: int, num_agents: int, with_kl: bool, parts: Iterable[str] = (), critics: Iterable[str] = ()
-) -> list[str]:
-    """All keys that training can log; `critics` are the names of the critics' parameter groups."""
-    critics = list(critics)
-    names = AGENT_METRICS + (CRITIC_METRICS if critics else ())
-    agents = [agent_key(agent, name) for agent in range(num_agents) for name in names]
+def critic_keys(num_agents: int, groups: Sequence[str]) -> list[str]:
+    """What an algorithm with critics logs in addition; `groups` are the names of the critics' parameter groups."""
+    if not groups:
+        return []
+    agents = [agent_key(agent, name) for agent in range(num_agents) for name in CRITIC_METRICS]
+    return [*agents, *(group_key(group, "grad_norm") for group in groups)]
+
+
+def training_keys(num_turns: int, num_agents: int, with_kl: bool, parts: Iterable[str] = ()) -> list[str]:
+    """All keys that training can log in every algorithm."""
+    agents = [agent_key(agent, name) for agent in range(num_agents) for name in AGENT_METRICS]
     return [
         *turn_keys(num_turns, with_kl),
         *map(part_key, parts),
         *agents,
-        *(group_key(critic, "grad_norm") for critic in critics),
         *(f"time/{name}" for name in TIME_METRICS),
         "nonfinite_updates",
         REWARD_TIMEOUTS,

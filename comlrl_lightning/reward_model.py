@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from comlrl_lightning.agents.prompts import starts_with_bos
 from comlrl_lightning.keywords import KnownKeywords
+from comlrl_lightning.utilities.special_tokens import starts_with_bos
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -150,7 +150,7 @@ def _tokenizer(model_name: str | Any, tokenizer: str | Any | None) -> Any:
 def _load(name: str, model_kwargs: Mapping[str, Any], tokenizer: Any) -> Any:
     from transformers import AutoModelForSequenceClassification
 
-    from comlrl_lightning.agents.whole_weights import check_report
+    from comlrl_lightning.utilities.whole_weights import check_report
 
     loaded = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **model_kwargs)
     model, report = loaded

@@ -9,10 +9,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from comlrl_lightning.calls import Place, UserFunction, finite_floats
-from comlrl_lightning.checking import is_finite
 from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.reward_model import RewardModel
+from comlrl_lightning.utilities.calls import Place, UserFunction, finite_floats
+from comlrl_lightning.utilities.checks import is_finite
 
 __all__ = [
     "REWARD_KEYWORDS",
@@ -124,6 +124,16 @@ class RewardProcessors:
         return Chain(processors)
 
 
+def part_means(parts: Sequence[PartSums]) -> dict[str, float]:
+    """Mean of each part over all joint completions of several calls; empty without any."""
+    sums: dict[str, float] = {}
+    for call in parts:
+        for name, total in call.sums.items():
+            sums[name] = sums.get(name, 0.0) + total
+    count = sum(call.num_joint for call in parts)
+    return {name: total / count for name, total in sums.items()} if count else {}
+
+
 @dataclass(frozen=True, slots=True)
 class PartSums:
     """What the parts of `WeightedRewards` gave in one call, unweighted."""
@@ -139,7 +149,7 @@ _COLLECTING: ContextVar[tuple[WeightedRewards, list[PartSums], bool] | None] = C
 
 
 class WeightedRewards(KnownKeywords):
-    """A weighted sum of several rewards that remembers the mean of each part.
+    """A weighted sum of several rewards; the mean of each part is logged under ``reward/``.
 
     Args:
         rewards: Name of each part and its function, called as a `reward_func` is.
@@ -150,9 +160,10 @@ class WeightedRewards(KnownKeywords):
 
     Example:
         >>> reward = WeightedRewards({"short": lambda texts: [-len(text) for text in texts]}, {"short": 0.5})
-        >>> reward(["abcd", "ab"])
+        >>> with reward.collected() as parts:
+        ...     reward(["abcd", "ab"])
         [-2.0, -1.0]
-        >>> reward.pop_parts()
+        >>> part_means(parts)
         {'short': -3.0}
     """
 
@@ -170,8 +181,6 @@ class WeightedRewards(KnownKeywords):
         self.rewards = dict(rewards)
         self.weights = _weights_by_name(list(rewards), weights)
         self._functions: dict[str, UserFunction] = {}
-        self._sums = dict.fromkeys(rewards, 0.0)
-        self._count = 0
 
     def check(self, num_agents: int, keywords: Sequence[str] = REWARD_KEYWORDS, passes: str | None = None) -> None:
         """Read the signature of every part.
@@ -216,16 +225,14 @@ class WeightedRewards(KnownKeywords):
             by_name[name] = rewards = finite_floats(values, num_joint, function.label, place, none_as_nan=none_as_nan)
             totals = [total + self.weights[name] * reward for total, reward in zip(totals, rewards, strict=True)]
         known = [index for index, total in enumerate(totals) if not math.isnan(total)]
-        sums = {name: math.fsum(rewards[index] for index in known) for name, rewards in by_name.items()}
         if collecting is not None and is_collecting:
+            sums = {name: math.fsum(rewards[index] for index in known) for name, rewards in by_name.items()}
             collecting[1].append(PartSums(sums, len(known)))
-        else:
-            self.add_parts(PartSums(sums, len(known)))
         return [None if math.isnan(total) else total for total in totals] if none_as_nan else totals
 
     @contextmanager
     def collected(self, none_as_nan: bool = False) -> Iterator[list[PartSums]]:
-        """Calls inside leave their parts in a list: where several run at once, `add_parts` settles the order later.
+        """Calls of this thread inside the context add the sums of their parts to a list.
 
         Args:
             none_as_nan: A joint completion for which any part is None gets None and counts in no part's mean.
@@ -236,18 +243,6 @@ class WeightedRewards(KnownKeywords):
             yield parts
         finally:
             _COLLECTING.reset(token)
-
-    def add_parts(self, parts: PartSums) -> None:
-        """Count what one call gave."""
-        for name, total in parts.sums.items():
-            self._sums[name] += total
-        self._count += parts.num_joint
-
-    def pop_parts(self) -> dict[str, float]:
-        """Mean of each part, unweighted, over the joint completions since the last call; empty without any."""
-        means = {name: total / self._count for name, total in self._sums.items()} if self._count else {}
-        self._sums, self._count = dict.fromkeys(self.rewards, 0.0), 0
-        return means
 
 
 def _weights_by_name(names: list[str], weights: Mapping[str, float] | Sequence[float] | None) -> dict[str, float]:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LinearLR
 from comlrl_lightning import MAGRPO, Sampling, SharedBase, TaskDataModule
 from comlrl_lightning.callbacks import BatchCheckpoint, EvalInterval
 from comlrl_lightning.callbacks.support import batches_trained
-from comlrl_lightning.rollouts.types import RolloutSource
+from comlrl_lightning.types import RolloutSource
 
 ITEMS = [{"prompt": f"task {index}"} for index in range(6)]
 

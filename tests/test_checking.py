@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from comlrl_lightning.checking import (
+from comlrl_lightning.utilities.checks import (
     check_at_least,
     check_finite,
     check_number,
@@ -66,6 +66,6 @@ def test_ranges(check: Any, good: Any, bad: Any, wanted: str) -> None:
 
 def test_importing_it_loads_the_standard_library_alone() -> None:
     heavy = ("torch", "numpy", "lightning")
-    code = f"import sys, comlrl_lightning.checking; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, comlrl_lightning.utilities.checks; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"

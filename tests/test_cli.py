@@ -358,10 +358,7 @@ def test_a_changed_class_has_its_own_defaults(
 
 def test_missing_settings_are_named_last_and_nothing_is_dumped(capsys: pytest.CaptureFixture[str]) -> None:
     error = error_of(capsys, "fit", "--model", "MAGRPO")
-    assert error.splitlines()[-1] == (
-        "model: agents, reward_func must be given. "
-        "Add --model.agents --model.reward_func, or a file with --config FILE."
-    )
+    assert error.splitlines()[-1] == ("model: agents must be given. Add --model.agents, or a file with --config FILE.")
     assert "Namespace(" not in error
 
 
@@ -399,8 +396,8 @@ def test_messages_without_a_known_cause_stay_as_they_are() -> None:
             "marlhf_length_ratio",
             ["reward_model.model", "ModelCritic", "reward_model.model.model", "story-model"],
             # The adapter of the default, another class, must not come along.
-            "class_path: comlrl_lightning.ModelCritic\n          init_args:\n            model: story-model\n"
-            "            models: null\n            lora: null\n",
+            "class_path: comlrl_lightning.ModelCritic\n        init_args:\n          model: story-model\n"
+            "          models: null\n          lora: null\n",
         ),
         ("maac_length_ratio", ["critic", "ModelCritic", "critic.model", "story-model"], "lora: null"),
         ("madpo_rounds", ["comparator", "FrozenCopy", "replay", "NearestK", "replay.k", "2"], "k: 2"),

@@ -9,8 +9,7 @@ from typing import Any
 import jsonargparse
 import pytest
 
-from comlrl_lightning.algorithms.hparams import from_plain, to_plain
-from comlrl_lightning.collaboration import (
+from comlrl_lightning.environment.joint_format import (
     Collaboration,
     JointFormat,
     TaggedSections,
@@ -18,7 +17,8 @@ from comlrl_lightning.collaboration import (
     merged_prompt,
     split_or_empty,
 )
-from comlrl_lightning.rollouts.types import Prompt
+from comlrl_lightning.types import Prompt
+from comlrl_lightning.utilities.plain import from_plain, to_plain
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,13 @@ class TestCollaboration:
         ("written", "expected"),
         [
             ("centralized", "centralized"),
-            ({"class_path": "comlrl_lightning.collaboration.TaggedSections", "init_args": {"tag": "x{i}"}}, "x{i}"),
+            (
+                {
+                    "class_path": "comlrl_lightning.environment.joint_format.TaggedSections",
+                    "init_args": {"tag": "x{i}"},
+                },
+                "x{i}",
+            ),
             ({"class_path": f"{__name__}.Lines"}, Lines()),
         ],
     )

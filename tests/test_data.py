@@ -11,8 +11,8 @@ import datasets
 import pytest
 import torch
 
-from comlrl_lightning.data import EpochPosition, Place, SizedTaskLoader, TaskDataModule, TaskLoader
-from comlrl_lightning.splits import Split
+from comlrl_lightning.data.datamodule import EpochPosition, Place, SizedTaskLoader, TaskDataModule, TaskLoader
+from comlrl_lightning.data.splits import Split
 
 Kind = Literal["table", "stream"]
 KINDS: tuple[Kind, ...] = ("table", "stream")
@@ -234,7 +234,7 @@ class TestRanks:
         batches = SimpleNamespace(batch_progress=SimpleNamespace(total=SimpleNamespace(processed=8)))
         progress = SimpleNamespace(epoch_progress=epochs, epoch_loop=batches)
         ranks = {"num_replicas": 2, "rank": 1}
-        data.trainer = SimpleNamespace(distributed_sampler_kwargs=ranks, fit_loop=progress)  # type: ignore[assignment]
+        data.trainer = SimpleNamespace(distributed_sampler_kwargs=ranks, fit_loop=progress, overfit_batches=0)  # type: ignore[assignment]
         assert data.train_dataloader().state_dict()["batches"] == 8
         assert [(batch.epoch, batch.indices) for batch in data.train_dataloader()] == [(2, [1]), (2, [3])]
         assert [batch.indices for batch in data.val_dataloader()] == [[1], []]  # type: ignore[union-attr]

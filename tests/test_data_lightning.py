@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from comlrl_lightning.data import TaskBatch, TaskDataModule
+from comlrl_lightning.data.datamodule import TaskBatch, TaskDataModule
 from tests.test_data import KINDS, Kind, dataset, prompts, rows
 
 
@@ -289,6 +289,7 @@ class TestOverfitting:
             "overfit_batches=2) trains the same items in each epoch: shuffle=True is off" in one for one in heard
         )
 
+    @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
     def test_another_trainer_shuffles_again(self) -> None:
         data = TaskDataModule(rows(20), shuffle=True)
         with pytest.warns(UserWarning, match="shuffle=True is off"):

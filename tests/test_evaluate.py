@@ -9,7 +9,7 @@ from lightning import Callback, LightningModule, Trainer
 
 from comlrl_lightning import MAGRPO, TaskDataModule, evaluate
 from comlrl_lightning.algorithms import CooperativeModule
-from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.data.datamodule import TaskBatch
 from tests.algorithms.support import ITEMS, make_module, make_trainer
 
 DATA = TaskDataModule(ITEMS, eval_dataset=ITEMS[:1])

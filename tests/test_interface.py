@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from comlrl_lightning.interface import Formatters, RewardFunction, Transition, read_prompt
+from comlrl_lightning.environment.prompts import Formatters, RewardFunction, Transition, read_prompt
 from comlrl_lightning.rewards import RewardProcessors, WeightedRewards
 
 ITEM = {"prompt": "p", "target": 3}

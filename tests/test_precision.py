@@ -27,9 +27,9 @@ from comlrl_lightning import (
     TaskDataModule,
     ValueHead,
 )
-from comlrl_lightning.agents.heads import CriticTeam
 from comlrl_lightning.agents.team import AgentTeam, TokenScores
 from comlrl_lightning.cli import CooperativeCLI
+from comlrl_lightning.critics.critics import CriticTeam
 from comlrl_lightning.metrics import MetricTable
 from tests.algorithms.support import ITEMS, echo, make_trainer, tiny_agents, uneven_reward
 

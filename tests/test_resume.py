@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LinearLR
 
 from comlrl_lightning import MAGRPO, LoraSettings, Sampling, SharedBase, TaskDataModule
 from comlrl_lightning.callbacks import EvalInterval
-from comlrl_lightning.rollouts.types import RolloutSource
 from comlrl_lightning.tasks import length_ratio
+from comlrl_lightning.types import RolloutSource
 from tests.tiny_lm import save_tiny
 
 ITEMS = [{"prompt": f"task {index}"} for index in range(10)]

@@ -19,9 +19,18 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from comlrl_lightning.interface import RewardFunction
+from comlrl_lightning.environment.prompts import RewardFunction
 from comlrl_lightning.reward_model import RewardModel
-from comlrl_lightning.rewards import Chain, Clip, RewardProcessor, RewardProcessors, Scale, Shift, WeightedRewards
+from comlrl_lightning.rewards import (
+    Chain,
+    Clip,
+    RewardProcessor,
+    RewardProcessors,
+    Scale,
+    Shift,
+    WeightedRewards,
+    part_means,
+)
 from tests.tiny_lm import tiny_tokenizer
 
 ITEM = {"prompt": "p", "topic": "t"}
@@ -106,15 +115,14 @@ class TestWeightedRewards:
         reward = RewardFunction(weighted, 2)
         assert reward(PAIR, item=ITEM, prompts=("a", "b"), turn=2) == [18.5, -2.0]
 
-    def test_the_parts_are_means_since_the_last_read(self) -> None:
-        reward = RewardFunction(WeightedRewards({"short": short, "topic": on_topic}, [0.5, 10.0]), 2, Scale(100.0))
-        reward(PAIR, item=ITEM, prompts=("a", "b"), turn=2)
-        reward([["t"], ["t"]], item=ITEM, prompts=("a", "b"), turn=1)
-        # short (-3 - 4 - 2) / 3, topic (2 + 0 + 1) / 3: neither weighted nor processed
-        assert reward.pop_parts() == {"short": -3.0, "topic": 1.0}
-        assert reward.pop_parts() == {}
-        reward([["t"], ["t"]], item=ITEM, prompts=("a", "b"), turn=1)
-        assert reward.pop_parts() == {"short": -2.0, "topic": 1.0}
+    def test_parts_are_means_over_all_joint_completions(self) -> None:
+        weighted = WeightedRewards({"short": short, "topic": on_topic}, [0.5, 10.0])
+        with weighted.collected() as parts:
+            weighted(*PAIR, batch_items=[ITEM], turn=2)
+            weighted(["t"], ["t"], batch_items=[ITEM], turn=1)
+        # short (-3 - 4 - 2) / 3, topic (2 + 0 + 1) / 3: not weighted
+        assert part_means(parts) == {"short": -3.0, "topic": 1.0}
+        assert part_means([]) == {}
 
     def test_parts_get_the_keywords_of_the_call(self) -> None:
         calls: list[dict[str, Any]] = []
@@ -130,9 +138,6 @@ class TestWeightedRewards:
         inner(*PAIR)
         first = {"batch_items": [ITEM], "prompts": ["a", "b"], "turn": 1}
         assert calls == [first] * 2 + [{"batch_items": [ITEM], "turn": 2}] * 2 + [{}]
-
-    def test_other_rewards_have_no_parts(self) -> None:
-        assert RewardFunction(short, 2).pop_parts() == {}
 
     def test_all_weigh_one_by_default(self) -> None:
         assert WeightedRewards({"a": short, "b": short})(["x"], ["y"]) == [-4.0]

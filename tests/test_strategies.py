@@ -41,7 +41,7 @@ from tests.waiting import PATIENCE_SECONDS
 CPU = torch.device("cpu")
 
 
-def made(algorithm: type[CooperativeModule] = MAGRPO, kind: Any = "full", **settings: Any) -> CooperativeModule:
+def made(algorithm: type[CooperativeModule] = MAGRPO, kind: Any = "full", **settings: Any) -> Any:
     """Two heterogeneous agents (Llama and Qwen2, token ids the other way round), several passes per update."""
     given = {"sampling": Sampling(max_new_tokens=4), "micro_batch_tokens": 40, "agent_learning_rate": 1e-3, "seed": 1}
     agents = tiny_agents(kind, dtype=torch.float32)
@@ -256,7 +256,7 @@ class TestOverlap:
 
         def look(body: Any, *args: Any) -> None:
             dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-            stage = str(module.trainer.state.stage.value)  # type: ignore[union-attr]
+            stage = str(module.trainer.state.stage.value)
             seen.add((stage, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dtype))
 
         for model in module.team.language_models():

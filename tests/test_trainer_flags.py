@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from comlrl_lightning.algorithms import MAGRPO
 from comlrl_lightning.algorithms.checks import check_precision_flag
 from comlrl_lightning.callbacks import BatchCheckpoint, EvalInterval, JSONExport
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from tests.algorithms.support import ITEMS, MemoryLogger, make_module, make_trainer, weights
 from tests.callbacks.fakes import FakeModule, Trace, data, quiet_trainer
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from comlrl_lightning.interface import Formatters, RewardFunction, Transition
+from comlrl_lightning.environment.prompts import Formatters, RewardFunction, Transition
 
 ITEM = {"prompt": "p", "target": 3}
 PAIR = [["a1", "a2"], ["b1", "b2"]]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from comlrl_lightning.agents.fingerprints import base_parameters, config_hash, may_move, weights_sample
-from comlrl_lightning.agents.whole_weights import check_keys, check_values
-from comlrl_lightning.noise import without_noise
+from comlrl_lightning.utilities.quiet import without_noise
+from comlrl_lightning.utilities.whole_weights import check_keys, check_values
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comlrl_lightning.agents.attention import HALF
-from comlrl_lightning.noise import without_noise
+from comlrl_lightning.utilities.quiet import without_noise
 
 FEW_ROWS = 16
 """Rows up to which small products in half precision are slower than in float32, as measured on a CPU."""

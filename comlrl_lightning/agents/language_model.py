@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from comlrl_lightning.agents.adapters import REFERENCE, Adapters, Grouping
 from comlrl_lightning.agents.attention import HALF, use_quick_attention
-from comlrl_lightning.agents.cache import RoomyLayer, fixed_rotations, new_cache, rotation_is_fixed, sees_everything
 from comlrl_lightning.agents.fingerprints import base_parameters, weights_sample
+from comlrl_lightning.agents.kv_cache import RoomyLayer, fixed_rotations, new_cache, rotation_is_fixed, sees_everything
 from comlrl_lightning.agents.modes import in_evaluation_mode, switch_off_dropout
 from comlrl_lightning.agents.prompts import PromptEncoder
-from comlrl_lightning.agents.whole_weights import listed, not_finite
+from comlrl_lightning.utilities.whole_weights import listed, not_finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -5,21 +5,41 @@ from __future__ import annotations
 import os
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from comlrl_lightning.agents.adapter_folders import load_adapters
-from comlrl_lightning.agents.critic_settings import ModelCritic
+from comlrl_lightning.agents.decoding.engines import LOOPS
 from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
 from comlrl_lightning.agents.layer_names import check_layer_names
 from comlrl_lightning.agents.prompts import PromptEncoder
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase, TeamSettings, is_name
-from comlrl_lightning.agents.whole_weights import check_report
+from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.assets import STORY_MODEL, story_model_path
-from comlrl_lightning.noise import without_noise
+from comlrl_lightning.utilities.quiet import without_noise
+from comlrl_lightning.utilities.whole_weights import check_report
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class LoadSettings(Protocol):
+    """The settings of a model that loading reads."""
+
+    @property
+    def dtype(self) -> str | None:
+        """Number format of the weights."""
+        ...
+
+    @property
+    def model_kwargs(self) -> dict[str, Any] | None:
+        """More arguments for `from_pretrained`."""
+        ...
+
+
+def build_team(settings: SharedBase | Separate) -> AgentTeam:
+    """Load the weights that the settings describe."""
+    return AgentTeam(load_models(settings), LOOPS, settings.engine)
 
 
 def load_models(settings: SharedBase | Separate) -> list[LanguageModel]:
@@ -122,7 +142,7 @@ def check_tokenizer(model: LanguageModel, owner: str) -> None:
 
 
 def load_base(
-    settings: TeamSettings | ModelCritic, model: Any, dtype: str, owner: str, *, needs_head: bool = True
+    settings: LoadSettings, model: Any, dtype: str, owner: str, *, needs_head: bool = True
 ) -> PreTrainedModel:
     """A model by name or folder, or a loaded one that nobody has taken over.
 
@@ -188,7 +208,7 @@ def adapter_config(model: Any) -> PeftConfig | None:
 
 
 def adapters_base(
-    settings: TeamSettings | ModelCritic, config: PeftConfig, folder: Any, owner: str, *, needs_head: bool = True
+    settings: LoadSettings, config: PeftConfig, folder: Any, owner: str, *, needs_head: bool = True
 ) -> tuple[PreTrainedModel, Any]:
     """The base model of an adapter folder, and where its tokenizer is: in the folder or at the base.
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2 import TemplateError
 
-from comlrl_lightning.rollouts.types import Prompt
+from comlrl_lightning.types import Prompt
+from comlrl_lightning.utilities.special_tokens import starts_with_bos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -132,8 +133,3 @@ class PromptEncoder:
             warnings.warn(f"{message}: {cut}.", stacklevel=4)
         start = [ids[0]] if ids[0] == self.tokenizer.bos_token_id and limit > 1 else []
         return start + ids[len(ids) - limit + len(start) :]
-
-
-def starts_with_bos(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
-    """Whether a text brings the token that some tokenizers put before every text."""
-    return tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)

@@ -7,20 +7,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from comlrl_lightning.checking import check_number, check_whole
-from comlrl_lightning.keywords import KnownKeywords
+from comlrl_lightning.agents.engine import GenerationEngine
+from comlrl_lightning.agents.sampling import Sampling as Sampling
+from comlrl_lightning.keywords import KnownKeywords, known_keywords
+from comlrl_lightning.utilities.checks import check_choice_of, check_number, check_whole
+from comlrl_lightning.utilities.documentation import document_fields
 
 Reference = Literal["auto", "base", "initial"]
 
 
-def _check_choice(owner: str, name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):
-        raise ValueError(f"{owner}({name}={value!r}) is unknown. Use one of {', '.join(map(repr, allowed))}.")
-
-
 def _check_flags(owner: str, **values: object) -> None:
     for name, value in values.items():
-        _check_choice(owner, name, value, (True, False))
+        check_choice_of(owner, name, value, (True, False))
 
 
 def _check_mappings(owner: str, **values: object) -> None:
@@ -43,8 +41,10 @@ def is_name(model: object) -> bool:
     return isinstance(model, (str, Path))
 
 
+@known_keywords
+@document_fields
 @dataclass(frozen=True)
-class LoraSettings(KnownKeywords):
+class LoraSettings:
     """A low-rank adapter, as PEFT's `LoraConfig` understands it."""
 
     rank: int = 16
@@ -79,44 +79,6 @@ class LoraSettings(KnownKeywords):
                 f"LoraSettings(dropout={self.dropout!r}) would let rollouts and updates score different policies. "
                 "Use 0."
             )
-
-
-@dataclass(frozen=True)
-class Sampling(KnownKeywords):
-    """How completions are drawn."""
-
-    max_new_tokens: int = 256
-    """Most tokens per completion, the end-of-sequence token included."""
-    min_new_tokens: int = 0
-    """No end-of-sequence token before so many tokens."""
-    temperature: float = 1.0
-    """Divides the logits; 0 takes the most likely token."""
-    top_p: float = 1.0
-    """Draw from the smallest set of tokens with this much probability; 1 draws from all."""
-    top_k: int | None = None
-    """Draw from so many most likely tokens; None draws from all."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a completion; they are cut from its text, their tokens stay in the loss."""
-    backend: Literal["native", "transformers"] = "native"
-    """Our own decoding loop, or `generate` of transformers (slower, seeded per call and not per completion)."""
-
-    def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
-            raise ValueError(f"Sampling(stop={self.stop!r}) holds something other than texts. Use non-empty strings.")
-        object.__setattr__(self, "stop", tuple(stop))
-        check_whole(1, "Sampling", max_new_tokens=self.max_new_tokens)
-        check_whole(0, "Sampling", min_new_tokens=self.min_new_tokens)
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"Sampling(min_new_tokens={self.min_new_tokens}) is above max_new_tokens={self.max_new_tokens}. "
-                "Lower it."
-            )
-        check_number("0 or more", lambda value: value >= 0, "Sampling", temperature=self.temperature)
-        check_number("a number above 0 and up to 1", lambda value: 0 < value <= 1, "Sampling", top_p=self.top_p)
-        if self.top_k is not None:
-            check_whole(1, "Sampling", top_k=self.top_k)
-        _check_choice("Sampling", "backend", self.backend, ("native", "transformers"))
 
 
 TEMPLATE_ARGUMENTS = (
@@ -155,6 +117,9 @@ class TeamSettings(KnownKeywords):
     """Longest prompt; the model's own limit holds in any case."""
     long_prompts: Literal["truncate", "error"] = "truncate"
     """Cut longer prompts from the left (with one warning), or raise an error."""
+    engine: GenerationEngine | None = None
+    """What samples completions: a `GenerationEngine`, such as a server's. None: the loop of ``Sampling(backend=...)``
+    in this process."""
     special_tokens: Literal["keep", "error"] = "keep"
     """What becomes of special tokens that a prompt's text names, such as `<|im_end|>` in a task item: the tokenizer
     reads them as such, hence as the end of a message ("keep"), or they are an error ("error"). The template of chat
@@ -164,10 +129,10 @@ class TeamSettings(KnownKeywords):
         owner = type(self).__name__
         if self.dtype is not None:
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
-        _check_choice(owner, "dtype", self.dtype, (None, "auto", "float32", "bfloat16", "float16", "float64"))
-        _check_choice(owner, "reference", self.reference, ("auto", "base", "initial"))
-        _check_choice(owner, "long_prompts", self.long_prompts, ("truncate", "error"))
-        _check_choice(owner, "special_tokens", self.special_tokens, ("keep", "error"))
+        check_choice_of(owner, "dtype", self.dtype, (None, "auto", "float32", "bfloat16", "float16", "float64"))
+        check_choice_of(owner, "reference", self.reference, ("auto", "base", "initial"))
+        check_choice_of(owner, "long_prompts", self.long_prompts, ("truncate", "error"))
+        check_choice_of(owner, "special_tokens", self.special_tokens, ("keep", "error"))
         _check_flags(owner, gradient_checkpointing=self.gradient_checkpointing)
         _check_mappings(owner, model_kwargs=self.model_kwargs, chat_template_kwargs=self.chat_template_kwargs)
         if taken := [name for name in TEMPLATE_ARGUMENTS if name in (self.chat_template_kwargs or {})]:
@@ -181,6 +146,8 @@ class TeamSettings(KnownKeywords):
                     f"{owner}(model_kwargs=...) holds {name!r}, which would end up in every checkpoint. "
                     "Set the environment variable HF_TOKEN instead."
                 )
+        if self.engine is not None and not isinstance(self.engine, GenerationEngine):
+            raise ValueError(f"{owner}(engine={self.engine!r}) is no GenerationEngine. Give an object of such a class.")
         if self.max_prompt_tokens is not None:
             check_whole(1, owner, max_prompt_tokens=self.max_prompt_tokens)
 
@@ -207,6 +174,7 @@ def _agent_folders(folder: str | Path, num_agents: int) -> list[str]:
     return [str(path) for path in folders]
 
 
+@document_fields
 @dataclass(frozen=True)
 class SharedBase(TeamSettings):
     """One frozen language model for all agents, one LoRA adapter per agent.
@@ -265,6 +233,7 @@ class SharedBase(TeamSettings):
         return replace(self, num_agents=num_models, adapters=self.adapters and self.adapters[:num_models])
 
 
+@document_fields
 @dataclass(frozen=True)
 class Separate(TeamSettings):
     """A language model of its own for every agent: other architectures, vocabularies, sizes, or full fine-tuning.

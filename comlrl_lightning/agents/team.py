@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, groupby, zip_longest
 from pathlib import Path
-from threading import Event
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from comlrl_lightning.agents.adapter_folders import save_adapters
-from comlrl_lightning.agents.arrivals import Arrivals
-from comlrl_lightning.agents.generation import Finished, GenerationRequest, Row, RowFinished, Sampled, generate
+from comlrl_lightning.agents.batches import completion_batches
+from comlrl_lightning.agents.decoding.tokens import StopStrings
+from comlrl_lightning.agents.engine import Finished, GenerationEngine, GenerationProgress, GenerationRequest, Sampled
 from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
-from comlrl_lightning.agents.sampling import StopStrings
-from comlrl_lightning.agents.scoring import score
-from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
-from comlrl_lightning.agents.together import SharedProgress, run_together
-from comlrl_lightning.agents.transformers_backend import generate_with_transformers
-from comlrl_lightning.rollouts.types import Completion, Prompt
+from comlrl_lightning.agents.log_probs import score
+from comlrl_lightning.agents.settings import Sampling
+from comlrl_lightning.agents.threads import run_together
+from comlrl_lightning.types import Completion, Prompt
 
 T = TypeVar("T")
 
@@ -46,26 +44,29 @@ class AgentTeam(nn.Module):
 
     Args:
         models: One model for all agents, or one per agent.
+        loops: Sampling loops of this package by their name in ``Sampling(backend=...)``.
+        engine: What samples in their place; None: the loops.
     """
 
     concurrent: bool
     """Whether the models work at the same time, as they do when each has a device of its own."""
 
-    def __init__(self, models: Sequence[LanguageModel]) -> None:
+    def __init__(
+        self,
+        models: Sequence[LanguageModel],
+        loops: Mapping[str, GenerationEngine] | None = None,
+        engine: GenerationEngine | None = None,
+    ) -> None:
         super().__init__()
+        self.loops = dict(loops or {})
+        self.engine = engine
+        self._weights_changed = True
         self.concurrent = False
         self.models = nn.ModuleList(models)
         self._speakers = {agent: model for model in models for agent in model.agents}
         self.num_agents = len(self._speakers)
         # A callback may freeze some of them for a while: they are an agent's own all the same.
         self._trained = [self._trained_names(agent) for agent in range(self.num_agents)]
-
-    @classmethod
-    def build(cls, settings: SharedBase | Separate) -> AgentTeam:
-        """Load the weights that the settings describe."""
-        from comlrl_lightning.agents.loading import load_models
-
-        return cls(load_models(settings))
 
     def speaker(self, agent: int) -> LanguageModel:
         """The language model that an agent speaks through."""
@@ -79,17 +80,16 @@ class AgentTeam(nn.Module):
         self,
         requests: Sequence[GenerationRequest],
         sampling: Sampling,
-        progress: Callable[[int], None] | None = None,
+        progress: GenerationProgress | None = None,
         finished: Finished | None = None,
     ) -> list[tuple[Completion, ...]]:
-        """Sample completions, in one batch per language model.
+        """Sample completions with the engine of the settings, else with the loop of ``sampling.backend``.
 
         Args:
             requests: Any mix of agents and prompts.
             sampling: How to draw.
             progress: Called after every token with the number of completions that are still being sampled.
-            finished: Called once for every request, with its number and its K completions: as soon as they are there,
-                in the thread that samples, or at the end, which transformers' own loop leaves it to.
+            finished: Called with the number of a request and its K completions, at most once each.
 
         Returns:
             The K completions of each request, in order.
@@ -98,57 +98,23 @@ class AgentTeam(nn.Module):
             ValueError: A prompt is empty, or too long for what was set.
             FloatingPointError: A model's logits are not finite.
         """
-        rows: list[Row] = []
-        prompts: list[tuple[int, ...]] = []
-        for request in requests:
-            speaker = self._speakers[request.agent]
-            limit = speaker.prompt_limit(request.agent, sampling.max_new_tokens)
-            ids = speaker.prompts.encode(request.agent, request.prompt, limit, request.place)
-            prompts.append(ids)
-            rows += [Row(request.agent, ids, key, request.prefixes) for key in request.keys]
+        engine = self.engine or self.loops[sampling.backend]
+        if self._weights_changed:
+            engine.weights_changed(self)
+            self._weights_changed = False
+        return engine.generate(self, requests, sampling, progress, finished)
 
-        def completions(number: int, group: Sequence[Sampled]) -> tuple[Completion, ...]:
-            request = requests[number]
-            made = tuple(self._completion(request, prompts[number], one, sampling) for one in group)
-            if finished is not None:
-                finished(number, made)
-            return made
+    def mark_changed(self) -> None:
+        """Note that weights changed, for the engine."""
+        self._weights_changed = True
 
-        arrivals = Arrivals([len(request.keys) for request in requests], completions)
-        with self.rollout_mode():
-            sampled = self._sample(rows, sampling, progress, None if finished is None else arrivals.arrive)
-        return arrivals.complete([sampled[index] for index in range(len(rows))])
+    def encode_request(self, request: GenerationRequest, sampling: Sampling) -> tuple[int, ...]:
+        """`[P]` token ids of a request's prompt, cut so that `sampling.max_new_tokens` fit behind it."""
+        speaker = self._speakers[request.agent]
+        limit = speaker.prompt_limit(request.agent, sampling.max_new_tokens)
+        return speaker.prompts.encode(request.agent, request.prompt, limit, request.place)
 
-    def _sample(
-        self,
-        rows: Sequence[Row],
-        sampling: Sampling,
-        progress: Callable[[int], None] | None,
-        arrive: RowFinished | None,
-    ) -> dict[int, Sampled]:
-        """Completions by the position of their row."""
-        work = self._by_model([row.agent for row in rows])
-
-        def of_batch(model: LanguageModel, batch: Sequence[int], report: Callable[[int], None] | None) -> list[Sampled]:
-            chosen = [rows[index] for index in batch]
-            if sampling.backend != "native":
-                # No early news: what begins with them might draw from the global random state, as this loop does.
-                return generate_with_transformers(model, chosen, sampling, report)
-            told = None if arrive is None else lambda row, one: arrive(batch[row], one)
-            return generate(model, chosen, sampling, report, told)
-
-        def of_model(model: LanguageModel, report: Callable[[int], None] | None) -> list[tuple[int, Sampled]]:
-            return [pair for batch in work[model] for pair in zip(batch, of_batch(model, batch, report), strict=True)]
-
-        # All models of transformers' own loop draw from the one global random state.
-        if self.concurrent and len(work) > 1 and sampling.backend == "native":
-            stop = Event()
-            shared = SharedProgress(progress, [sum(map(len, batches)) for batches in work.values()], stop)
-            tasks = [(model.device, partial(of_model, model, shared.of(worker))) for worker, model in enumerate(work)]
-            return dict(chain.from_iterable(run_together(tasks, stop)))
-        return dict(chain.from_iterable(of_model(model, progress) for model in work))
-
-    def _by_model(self, agents: Sequence[int]) -> dict[LanguageModel, list[list[int]]]:
+    def rows_by_model(self, agents: Sequence[int]) -> dict[LanguageModel, list[list[int]]]:
         """The batches of each language model."""
         groups = groupby(self._batches(agents), key=lambda entry: entry[0])
         return {model: [batch for _, batch in batches] for model, batches in groups}
@@ -168,9 +134,20 @@ class AgentTeam(nn.Module):
         """The models, ordered by agent."""
         return list(dict.fromkeys(self._speakers.values()))
 
-    def _completion(
+    def completion(
         self, request: GenerationRequest, prompt_ids: tuple[int, ...], sampled: Sampled, sampling: Sampling
     ) -> Completion:
+        """The record of sampled tokens: decoded text, stop strings cut, whether the token limit ended it.
+
+        Args:
+            request: What was asked for.
+            prompt_ids: `[P]` tokens of its prompt.
+            sampled: Tokens and log-probabilities.
+            sampling: How they were drawn.
+
+        Raises:
+            FloatingPointError: The model's logits are not finite.
+        """
         speaker = self._speakers[request.agent]
         stop = StopStrings(sampling.stop, speaker.tokenizer)
         if not all(map(math.isfinite, sampled.log_probs)):
@@ -203,7 +180,7 @@ class AgentTeam(nn.Module):
         """
         lengths = [len(completion.token_ids) for completion in completions]
         device = self.language_models()[0].device
-        work = self._by_model([completion.agent for completion in completions])
+        work = self.rows_by_model([completion.agent for completion in completions])
 
         def of_model(model: LanguageModel) -> list[tuple[Tensor, Tensor]]:
             return [
@@ -224,6 +201,33 @@ class AgentTeam(nn.Module):
             return TokenScores(mask.float(), mask.float(), mask)
         log_probs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
         return TokenScores(_placed(log_probs, rows, columns, mask), _placed(entropy, rows, columns, mask), mask)
+
+    def micro_batches(self, completions: Sequence[Completion], token_budget: int) -> list[list[list[int]]]:
+        """Passes over completions, each of them one micro-batch per language model that works at the same time.
+
+        A model's micro-batches do not depend on whether others work at the same time.
+
+        Args:
+            completions: Any mix of agents.
+            token_budget: Padded tokens per micro-batch.
+
+        Returns:
+            `[passes][models]` positions of the completions of a micro-batch.
+        """
+        of_model: dict[LanguageModel, list[int]] = {}
+        for position, one in enumerate(completions):
+            of_model.setdefault(self.speaker(one.agent), []).append(position)
+        queues = []
+        for model, positions in of_model.items():
+            batches = completion_batches(
+                [completions[position] for position in positions],
+                token_budget,
+                reads_prompts_once=model.reads_prompts_once,
+            )
+            queues.append([[positions[row] for row in batch] for batch in batches])
+        if not self.concurrent:
+            return [[batch] for batch in chain.from_iterable(queues)]
+        return [[batch for batch in batches if batch is not None] for batches in zip_longest(*queues)]
 
     def each(self, tasks: Sequence[tuple[LanguageModel, Callable[[], T]]]) -> list[T]:
         """What the tasks return, in their order; at the same time if the models are to work so.

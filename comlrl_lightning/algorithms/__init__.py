@@ -1,13 +1,14 @@
 """The algorithms, one LightningModule each."""
 
 from comlrl_lightning.algorithms.actor_critic import IAC, MAAC, ActorCriticModule
-from comlrl_lightning.algorithms.cooperative import CooperativeModule
+from comlrl_lightning.algorithms.critic_free import MAGRPO, MAREINFORCE, MARLOO, CriticFreeModule, MAReMax
 from comlrl_lightning.algorithms.madpo import MADPO
 from comlrl_lightning.algorithms.marlhf import MARLHF
+from comlrl_lightning.algorithms.module import CooperativeModule
+from comlrl_lightning.algorithms.policy_gradient import PolicyGradientModule
 from comlrl_lightning.algorithms.preference import PreferenceModule
-from comlrl_lightning.algorithms.reinforce import MAGRPO, MAREINFORCE, MARLOO, GroupRelativeModule, MAReMax
 
-POLICY_GRADIENT_ALGORITHMS: tuple[type[CooperativeModule], ...] = (MAREINFORCE, MAGRPO, MARLOO, MAReMax, IAC, MAAC)
+POLICY_GRADIENT_ALGORITHMS: tuple[type[PolicyGradientModule], ...] = (MAREINFORCE, MAGRPO, MARLOO, MAReMax, IAC, MAAC)
 """Those that learn from rewards, in one or many turns."""
 PREFERENCE_ALGORITHMS: tuple[type[PreferenceModule], ...] = (MADPO, MARLHF)
 """Those that learn from comparisons, in rounds."""
@@ -27,7 +28,8 @@ __all__ = [
     "PREFERENCE_ALGORITHMS",
     "ActorCriticModule",
     "CooperativeModule",
-    "GroupRelativeModule",
+    "CriticFreeModule",
     "MAReMax",
+    "PolicyGradientModule",
     "PreferenceModule",
 ]

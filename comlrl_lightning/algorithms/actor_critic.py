@@ -1,82 +1,49 @@
 """The actor-critic family: independent trajectories, values from critics, a policy per agent."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, ValueHead
-from comlrl_lightning.algorithms.checks import check_choice
-from comlrl_lightning.algorithms.cooperative import CooperativeModule
-from comlrl_lightning.algorithms.hparams import from_plain, to_plain
-from comlrl_lightning.algorithms.methods import ActorCritic, ActorCriticName
+from typing_extensions import override
+
+from comlrl_lightning.algorithms.methods import ActorCriticMethod, PolicyMethod
+from comlrl_lightning.algorithms.policy_gradient import PolicyGradientModule
+from comlrl_lightning.environment.functions import TaskFunctions
+from comlrl_lightning.utilities.checks import check_flag
 
 
-class ActorCriticModule(CooperativeModule):
-    """What the actor-critic algorithms share; they differ in who is judged by which critic.
+class ActorCriticModule(ActorCriticMethod, PolicyGradientModule):
+    """Policy gradients with critics; the algorithms of this family differ in what a critic sees.
 
     `num_generations` trajectories per task item are rolled out independently of each other, one joint completion per
     turn; one is enough. A node is one turn of one trajectory: that is what `rollout_buffer_size` and
     `train_batch_size` count, and all nodes weigh the same. The reward function is called once per item and turn with
     all trajectories that still run; it gets ``prompts`` at the first turn only, where they share them.
-
-    Args:
-        critic: What judges: `AdapterCritic` (one more adapter on the agents' frozen base), `ModelCritic` (another
-            model) or `ValueHead` (a head on the agent's own hidden states). Values start at 0.
-        critic_type: ``"v"`` reads the prompts of a turn, ``"q"`` the completions, too. Under ``"q"`` a completion's
-            advantage is its target minus the mean value of the other trajectories' completions of the same prompts.
-        critic_learning_rate: Of the critics. None: 1e-4, or 5e-6 where all weights of a model are trained.
-        value_loss_coef: Weight of the value loss where it shares parameters with the policy, which is under
-            `ValueHead` only: there it trains the agent's own adapter along.
-        value_clip_range: Largest change of a value, in units of reward, that a buffer's updates are paid for. None: no
-            limit.
-        gae_lambda: From 1 (advantages are returns minus values) to 0 (TD errors: the critic is trusted).
-        per_agent_rewards: ``reward_func`` returns one row of N rewards per joint completion, and each agent is credited
-            with its own. Early termination and reward metrics then look at the mean over the agents.
-        advantage_normalization: ``"batch"`` centers and scales advantages per agent and turn over the buffer; a buffer
-            of one node stays as it is. False leaves them alone.
     """
 
-    algorithm: ClassVar[ActorCriticName]
-    fixed_settings = (
-        *CooperativeModule.fixed_settings,
-        "critic",
-        "critic_type",
-        "gae_lambda",
-        "per_agent_rewards",
-        "advantage_normalization",
-    )
+    per_agent_rewards: bool = False
+    """``reward_func`` returns one row of N rewards per joint completion, and each agent is credited with its own. Early
+    termination and reward metrics then look at the mean over the agents."""
 
-    def __init__(
-        self,
-        *args: Any,
-        critic: ValueHead | AdapterCritic | ModelCritic = AdapterCritic(),  # noqa: B008  (frozen)
-        critic_type: Literal["v", "q"] = "v",
-        critic_learning_rate: float | None = None,
-        value_loss_coef: float = 0.6,
-        value_clip_range: float | None = None,
-        gae_lambda: float = 1.0,
-        per_agent_rewards: bool = False,
-        advantage_normalization: Literal["batch", False] = "batch",
-        **kwargs: Any,
-    ) -> None:
-        method = ActorCritic(
-            self.algorithm,
-            from_plain("critic", critic),
-            critic_type,
-            critic_learning_rate,
-            value_loss_coef,
-            value_clip_range,
-            gae_lambda,
-            advantage_normalization,
-        )
-        super().__init__(*args, **kwargs)
-        given = {**vars(method), "critic": to_plain(critic), "per_agent_rewards": per_agent_rewards}
-        self.save_hyperparameters({name: value for name, value in given.items() if name != "algorithm"})
-        check_choice((True, False), per_agent_rewards=per_agent_rewards)
-        reward = self.interface.reward.of_trajectories(per_agent_rewards, several_turns=self.num_turns > 1)
-        self.interface = replace(self.interface, reward=reward)
-        self._set_up_method(method)
+    @override
+    def check_settings(self) -> None:
+        super().check_settings()
+        self.value_settings()
+        check_flag(per_agent_rewards=self.per_agent_rewards)
+
+    @override
+    def make_functions(self) -> TaskFunctions:
+        functions = super().make_functions()
+        reward = functions.reward.of_trajectories(self.per_agent_rewards, several_turns=self.num_turns > 1)
+        return replace(functions, reward=reward)
+
+    @property
+    @override
+    def method(self) -> PolicyMethod:
+        return self
+
+    @property
+    @override
+    def method_name(self) -> str:
+        return type(self).__name__
 
 
 class IAC(ActorCriticModule):
@@ -87,7 +54,7 @@ class IAC(ActorCriticModule):
     (https://arxiv.org/abs/1705.08926 calls this IAC).
     """
 
-    algorithm = "IAC"
+    centralized = False
 
 
 class MAAC(ActorCriticModule):
@@ -97,4 +64,4 @@ class MAAC(ActorCriticModule):
     advantages; with `per_agent_rewards` it has one output per agent.
     """
 
-    algorithm = "MAAC"
+    centralized = True

@@ -2,53 +2,122 @@
 
 from __future__ import annotations
 
+import pkgutil
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.nn import Parameter
 from torch.optim.lr_scheduler import LRScheduler
 
 from comlrl_lightning.agents.adapters import REFERENCE
+from comlrl_lightning.agents.bases import bases_of, check_bases
 from comlrl_lightning.agents.language_model import adapter_name
-from comlrl_lightning.algorithms.bases import bases_of, check_bases
-from comlrl_lightning.algorithms.hparams import is_remark, to_plain
+from comlrl_lightning.agents.settings import Separate, SharedBase
+from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.algorithms.position import align_loops, check_epoch, position_in
-from comlrl_lightning.distributed import gather_objects, rank, world_size
-from comlrl_lightning.rollouts.buffer import CreditedNode
-
-if TYPE_CHECKING:
-    from comlrl_lightning.algorithms.cooperative import CooperativeModule
+from comlrl_lightning.metrics import MetricTable
+from comlrl_lightning.rollouts.credit import CreditedNode
+from comlrl_lightning.utilities.distributed import gather_objects, rank, world_size
+from comlrl_lightning.utilities.plain import is_remark, to_plain, with_current_paths
 
 KEY = "comlrl_lightning"
 """Where a checkpoint holds the state of the run."""
 
-FIXED_SETTINGS = (
-    "agents",
-    "reward_processor",
-    "reward_none",
-    "external_prompt_passthrough",
-    "collaboration",
-    "num_turns",
-    "num_generations",
-    "discount",
-    "early_termination_threshold",
-    "reference_kl_coef",
-    "sampling",
-    "importance_level",
-    "seed",
-    "reward_func",
-    "formatters",
-    "external_transition",
+FREE_SETTINGS = (
+    "agent_learning_rate",
+    "clip_epsilon",
+    "clip_epsilon_high",
+    "critic_learning_rate",
+    "entropy_coef",
+    "eval_sampling",
+    "logging_steps",
+    "lr_scheduler",
+    "max_grad_norm",
+    "max_nodes",
+    "micro_batch_tokens",
+    "num_inner_epochs",
+    "on_nonfinite",
+    "optimizer",
+    "reward_backend",
+    "reward_timeout_seconds",
+    "reward_timeout_value",
+    "reward_workers",
+    "rollout_buffer_size",
+    "train_batch_size",
+    "value_clip_range",
+    "value_loss_coef",
 )
-"""Settings of all algorithms that must not change when a run goes on; those of the update may."""
+"""Settings that may differ when a run goes on; all others are fixed. Optimizer and schedule are compared as such."""
 
 MEANS = ("gradient_checkpointing", "api_key_env", "timeout_seconds", "max_retries", "max_concurrency")
 """Settings of models that cost memory or time, or reach a server, and change no result: a run may go on with others."""
+
+NEWER_SETTINGS = {"reward_none": "error"}
+"""Fixed settings of algorithms that older checkpoints lack, and what they meant."""
+
+
+class ResumableModule(Protocol):
+    """The part of an algorithm that a checkpoint holds or compares."""
+
+    agents: SharedBase | Separate
+    team: AgentTeam
+    team_size: int
+    trained_names: frozenset[str]
+    optimization: dict[str, Any]
+    learning_rates: list[float]
+    training_metrics: MetricTable
+    env_step: int
+    update_step: int
+    last_log: tuple[int, int]
+    buffer: list[CreditedNode]
+    step_start: StepStart | None
+
+    @property
+    def hparams(self) -> Any:
+        """Settings as plain values."""
+        ...
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether the state of a checkpoint waits for the start of training."""
+        ...
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer of the fit."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """All weights."""
+        ...
+
+    def optimizers(self) -> Any:
+        """Lightning's optimizer."""
+        ...
+
+    def lr_schedulers(self) -> Any:
+        """Lightning's schedule."""
+        ...
+
+    def round_state(self) -> Any:
+        """What else a training step changes."""
+        ...
+
+    def round_state_to_plain(self, state: Any) -> dict[str, Any]:
+        """That as plain values."""
+        ...
+
+    def restore_round_state(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `round_state_to_plain`."""
+        ...
+
 
 RngStates = dict[str, Any]
 """Global random states as values that load with ``weights_only=True``."""
@@ -93,14 +162,14 @@ class StepStart:
     """What the algorithm adds."""
 
     @classmethod
-    def of(cls, module: CooperativeModule, epoch: int, items: int) -> StepStart:
+    def of(cls, module: ResumableModule, epoch: int, items: int) -> StepStart:
         """The present state of a module."""
         metrics = {name: value.clone() for name, value in module.training_metrics.state_dict().items()}
         steps = module.env_step, module.update_step
-        return cls(epoch, items, *steps, list(module.buffer), metrics, global_rng_states(), module.progress())
+        return cls(epoch, items, *steps, list(module.buffer), metrics, global_rng_states(), module.round_state())
 
 
-def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
+def save_run(module: ResumableModule, checkpoint: dict[str, Any]) -> None:
     """Reduce a checkpoint to the weights that it holds, and add the state of the run. Call it on every rank.
 
     What is saved while a training step runs or has failed goes on from the start of that step. Once an optimizer step
@@ -119,19 +188,19 @@ def save_run(module: CooperativeModule, checkpoint: dict[str, Any]) -> None:
     checkpoint[KEY] = {
         "algorithm": type(module).__name__,
         "settings": _fixed_settings(module),
-        "bases": bases_of(module),
+        "bases": bases_of(module.agents, module.team),
         "optimization": module.optimization,
         "learning_rates": module.learning_rates,
         "no_resume": _no_resume(module, start),
         "env_step": start.env_step,
         "update_step": module.update_step,
         "last_log": module.last_log,
-        "own": module.progress_state(start.own),
+        "own": module.round_state_to_plain(start.own),
         "ranks": gather_objects([this_rank]),
     }
 
 
-def _no_resume(module: CooperativeModule, start: StepStart) -> str | None:
+def _no_resume(module: ResumableModule, start: StepStart) -> str | None:
     """Why no run can go on exactly from what is saved now; None if one can."""
     if module.is_resuming:
         return "before the run that it is of had gone on from its own checkpoint. Resume from that one"
@@ -144,7 +213,7 @@ def _no_resume(module: CooperativeModule, start: StepStart) -> str | None:
     return None
 
 
-def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any], *, fitting: bool) -> dict[str, Any]:
+def load_run(module: ResumableModule, checkpoint: Mapping[str, Any], *, fitting: bool) -> dict[str, Any]:
     """Read the counters of a run, after checking that the module can go on with it.
 
     Args:
@@ -164,17 +233,19 @@ def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any], *, fittin
     state: dict[str, Any] = checkpoint[KEY]
     if fitting:
         current = {"algorithm": type(module).__name__, **_fixed_settings(module), **_fixed(module.optimization)}
-        saved = {"algorithm": state["algorithm"], **state["settings"], **_fixed(state["optimization"])}
-        check_settings(saved, current)
+        saved = with_current_paths(
+            {"algorithm": state["algorithm"], **state["settings"], **_fixed(state["optimization"])}
+        )
+        check_settings(with_newer_settings(saved, current), current)
         if module.trainer.strategy.lightning_restore_optimizer and "optimizer_states" not in checkpoint:
             raise ValueError(
                 "The checkpoint holds weights alone, as save_weights_only=True makes them, and no run goes on from it."
                 " Save without that, or load its weights with load_from_checkpoint for a new run."
             )
-        if state["no_resume"]:
-            raise ValueError(f"The checkpoint was saved {state['no_resume']}.")
+        if no_resume := state.get("no_resume"):
+            raise ValueError(f"The checkpoint was saved {no_resume}.")
         align_loops(checkpoint)
-    check_bases(state["bases"], bases_of(module))
+    check_bases(state["bases"], bases_of(module.agents, module.team))
     missing = sorted(set(kept_names(module)) - set(checkpoint["state_dict"]))
     if missing:
         raise ValueError(
@@ -187,7 +258,7 @@ def load_run(module: CooperativeModule, checkpoint: Mapping[str, Any], *, fittin
     return {**state, "position": position_in(checkpoint)}
 
 
-def _check_places(module: CooperativeModule, saved: Iterable[str]) -> None:
+def _check_places(module: ResumableModule, saved: Iterable[str]) -> None:
     """Refuse a checkpoint with weights of agents' adapters that this module does not have."""
     own = {name for name, _ in module.named_parameters()}
     adapters = {adapter_name(agent) for agent in range(module.team_size)}
@@ -199,12 +270,12 @@ def _check_places(module: CooperativeModule, saved: Iterable[str]) -> None:
         )
 
 
-def restore_run(module: CooperativeModule, state: Mapping[str, Any]) -> None:
+def restore_run(module: ResumableModule, state: Mapping[str, Any]) -> None:
     """Go on with a run: its buffer, its random states, learning rates and options where the settings changed them."""
     if len(state["ranks"]) == world_size():
         this_rank = state["ranks"][rank()]
         module.buffer = [CreditedNode.from_state(entry) for entry in this_rank["buffer"]]
-        module.training_metrics.load_state_dict(this_rank["metrics"])
+        module.training_metrics.load_state_dict(this_rank["metrics"], strict=False)  # newer metrics start empty
         restore_global_rng_states(this_rank["rng"])
     else:
         rank_zero_warn(
@@ -215,14 +286,15 @@ def restore_run(module: CooperativeModule, state: Mapping[str, Any]) -> None:
         module.buffer = [CreditedNode.from_state(entry) for entry in entries[rank() :: world_size()]]
         if rank() == 0:  # sums over all ranks, to which the others add nothing
             parts = [saved["metrics"] for saved in state["ranks"]]
-            module.training_metrics.load_state_dict({name: sum(part[name] for part in parts) for name in parts[0]})
-    module.restore_progress(state["own"])
+            sums = {name: sum(part[name] for part in parts) for name in parts[0]}
+            module.training_metrics.load_state_dict(sums, strict=False)
+    module.restore_round_state(state["own"])
     check_epoch(module.trainer, state["position"])
     change_learning_rates(module, state["learning_rates"])
     change_options(module, state["optimization"]["optimizer_options"])
 
 
-def change_learning_rates(module: CooperativeModule, saved: Sequence[float]) -> None:
+def change_learning_rates(module: ResumableModule, saved: Sequence[float]) -> None:
     """Let the module's learning rates win over those that came with the optimizer's state."""
     optimizer, scheduler = module.optimizers(), module.lr_schedulers()
     assert isinstance(optimizer, LightningOptimizer)
@@ -236,7 +308,7 @@ def change_learning_rates(module: CooperativeModule, saved: Sequence[float]) -> 
             group["initial_lr"] = scheduler.base_lrs[position] = new
 
 
-def change_options(module: CooperativeModule, saved: Mapping[str, Any]) -> None:
+def change_options(module: ResumableModule, saved: Mapping[str, Any]) -> None:
     """Let changed options of the optimizer, such as its weight decay, win over those that came with its state."""
     optimizer = module.optimizers()
     assert isinstance(optimizer, LightningOptimizer)
@@ -244,6 +316,27 @@ def change_options(module: CooperativeModule, saved: Mapping[str, Any]) -> None:
         if saved.get(name) != value:
             for group in optimizer.param_groups:
                 group[name] = tuple(value) if isinstance(value, list) else value
+
+
+def with_newer_settings(saved: Any, current: Any, owner: type | None = None) -> Any:
+    """A plain setting of an older checkpoint, completed with the defaults of settings that did not exist yet.
+
+    Args:
+        saved: Of the checkpoint.
+        current: The same setting of this module.
+        owner: Class whose arguments the entries are; None: settings of an algorithm.
+    """
+    if not isinstance(saved, Mapping) or not isinstance(current, Mapping):
+        return saved
+    if "init_args" in current and saved.get("class_path") == current.get("class_path"):
+        kind = pkgutil.resolve_name(current["class_path"])
+        arguments = with_newer_settings(saved["init_args"], current["init_args"], kind)
+        return {**saved, "init_args": arguments}
+    defaults = NEWER_SETTINGS if owner is None else {}
+    if owner is not None and is_dataclass(owner):
+        defaults = {one.name: to_plain(one.default) for one in fields(owner) if one.default is not MISSING}
+    completed = {name: with_newer_settings(value, current.get(name)) for name, value in saved.items()}
+    return {**{name: defaults[name] for name in current if name in defaults}, **completed}
 
 
 def check_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
@@ -288,8 +381,10 @@ def _difference(name: str, saved: Any, current: Any) -> tuple[str, Any, Any]:
     return name, saved, current
 
 
-def _fixed_settings(module: CooperativeModule) -> dict[str, Any]:
-    return {name: _without_means(to_plain(module.hparams[name])) for name in module.fixed_settings}
+def _fixed_settings(module: ResumableModule) -> dict[str, Any]:
+    return {
+        name: _without_means(to_plain(value)) for name, value in module.hparams.items() if name not in FREE_SETTINGS
+    }
 
 
 def _without_means(value: Any) -> Any:
@@ -307,7 +402,7 @@ def _fixed(optimization: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in optimization.items() if name != "optimizer_options"}
 
 
-def kept_names(module: CooperativeModule) -> list[str]:
+def kept_names(module: ResumableModule) -> list[str]:
     """Names of the weights that a checkpoint holds: all that are trained, and the reference adapters.
 
     Whole frozen models are not among them. The folder that reference adapters came from may change meanwhile, as when a
@@ -320,7 +415,7 @@ def kept_names(module: CooperativeModule) -> list[str]:
     ]
 
 
-def without_left_out(module: CooperativeModule, keys: Any, *, strict: bool) -> Any:
+def without_left_out(module: ResumableModule, keys: Any, *, strict: bool) -> Any:
     """What `nn.Module.load_state_dict` returned, without missing weights that no checkpoint holds.
 
     Args:

@@ -13,37 +13,25 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.compile import to_uncompiled
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.algorithms.hparams import to_plain
-from comlrl_lightning.calls import short
-from comlrl_lightning.checking import check_at_least
-from comlrl_lightning.data import TaskBatch, TaskLoader
+from comlrl_lightning.data.datamodule import TaskBatch, TaskLoader
 from comlrl_lightning.rollouts.collect import RolloutShape
+from comlrl_lightning.strategies.sharded_parallel import ShardedParallel
+from comlrl_lightning.strategies.sharding import is_sharded
+from comlrl_lightning.utilities.calls import short
+from comlrl_lightning.utilities.checks import check_at_least
+from comlrl_lightning.utilities.plain import to_plain
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 """Makes an optimizer from parameter groups."""
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 """Makes a learning-rate schedule, stepped once per optimizer step."""
-
-
-def check_kind(*kinds: type, **values: Any) -> None:
-    """Refuse objects of other classes."""
-    for name, value in values.items():
-        if not isinstance(value, kinds):
-            wanted = " or ".join(f"{kind.__name__}(...)" for kind in kinds)
-            raise ValueError(f"{name}={value!r} is not a setting of that kind. Give {wanted}.")
-
-
-def refuse_settings(owner: str, names: Sequence[str], given: Mapping[str, Any], reason: str) -> None:
-    """Refuse settings of other algorithms."""
-    for name in names:
-        if name in given:
-            raise ValueError(f"{owner}({name}=...) has no such setting: {reason}. Leave it out.")
 
 
 def check_checkpoints(callbacks: Iterable[Callback]) -> None:
@@ -59,21 +47,6 @@ def check_checkpoints(callbacks: Iterable[Callback]) -> None:
                 " looks at it under automatic optimization only. Use BatchCheckpoint(every_n_batches=...) or"
                 " ModelCheckpoint(every_n_train_steps=...)."
             )
-
-
-def check_flag(**values: bool) -> None:
-    """Refuse anything but True and False."""
-    for name, value in values.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r} is neither True nor False. Use one of them.")
-
-
-def check_choice(choices: Sequence[Any], **values: Any) -> None:
-    """Refuse anything that is not one of the choices."""
-    for name, value in values.items():
-        if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
-            allowed = ", ".join(repr(choice) for choice in choices)
-            raise ValueError(f"{name}={value!r} is unknown. Use one of {allowed}.")
 
 
 def learning_rates(value: float | Sequence[float] | None, num_agents: int) -> list[float | None]:
@@ -243,11 +216,48 @@ def check_uncompiled(module: LightningModule) -> None:
         )
 
 
+def check_strategy(strategy: Strategy, models: torch.nn.Module) -> None:
+    """Refuse a strategy that shards in another way, or cannot go on with weights in shards.
+
+    Args:
+        strategy: The strategy of the trainer.
+        models: The loaded models.
+
+    Raises:
+        ValueError: If it is one of them.
+    """
+    if isinstance(strategy, ShardedParallel):
+        return
+    if isinstance(strategy, ModelParallelStrategy):
+        raise ValueError(
+            f"Trainer(strategy={type(strategy).__name__}(...)) leaves it to the module what is sharded, and its"
+            " checkpoints would gather the frozen weights. Use strategy=ShardedParallel(), which shards these alone."
+        )
+    if is_sharded(models):
+        raise ValueError(
+            f"Trainer(strategy={type(strategy).__name__}) cannot go on with this module, whose frozen weights are in"
+            " shards. Use strategy=ShardedParallel(), or load a checkpoint into a new module."
+        )
+
+
 def check_shares(train_batch_size: int | None, num_processes: int) -> None:
     """Refuse a batch that the processes cannot share evenly."""
     if (train_batch_size or 0) % num_processes:
         raise ValueError(
             f"train_batch_size={train_batch_size} is not shared evenly by {num_processes} processes. Use a multiple."
+        )
+
+
+def check_temperature(sampling: Sampling) -> None:
+    """Refuse greedy sampling in training.
+
+    Raises:
+        ValueError: If the temperature is 0.
+    """
+    if sampling.temperature <= 0:
+        raise ValueError(
+            f"sampling.temperature={sampling.temperature!r} samples greedily, which leaves nothing to learn from."
+            " Use a temperature above 0 in sampling and, if you like, 0 in eval_sampling."
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -24,9 +24,23 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from typing_extensions import override
 
-from comlrl_lightning.algorithms.evaluating import Evaluations
-
 C = TypeVar("C", bound=Callback)
+
+
+@runtime_checkable
+class TrainedNames(Protocol):
+    """A module that remembers what it trains, also while a callback freezes some of it."""
+
+    trained_names: frozenset[str]
+    """Names of the weights that were trained when the models had loaded."""
+
+
+def trained_names(module: LightningModule) -> frozenset[str]:
+    """Names of the weights that a module trains."""
+    assert isinstance(module, TrainedNames), "the models have loaded"
+    return module.trained_names
+
+
 EPOCHS = "comlrl_lightning_epochs"
 EPOCH_HOOKS = ("on_train_epoch_start", "on_train_epoch_end")
 
@@ -93,12 +107,12 @@ class TrainedWeights(LightningModule):
         module: Its models are loaded.
     """
 
-    def __init__(self, module: Evaluations) -> None:
+    def __init__(self, module: LightningModule) -> None:
         super().__init__()
         self._trainer = module._trainer
         self._device = module.device
         for name, parameter in module.named_parameters():
-            if name in module.trained_names:
+            if name in trained_names(module):
                 *path, last = name.split(".")
                 _container(self, path).register_parameter(last, parameter)
 
@@ -139,7 +153,7 @@ class OverTrained(Callback, Generic[C]):
         self._epochs = list(state_dict[EPOCHS])
         self.inner.load_state_dict({name: value for name, value in state_dict.items() if name != EPOCHS})
 
-    def catch_up(self, trainer: Trainer, pl_module: Evaluations) -> None:
+    def catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do what a run has left out that goes on from the last batch of an epoch, in front of the next one."""
         begun, ended = self._epochs
         if begun < trainer.current_epoch:
@@ -152,7 +166,7 @@ class OverTrained(Callback, Generic[C]):
 
 
 def _hook_of_inner(name: str) -> Callable[..., None]:
-    def hook(self: OverTrained[C], trainer: Trainer, pl_module: Evaluations, *args: Any, **kwargs: Any) -> None:
+    def hook(self: OverTrained[C], trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         if name == "on_train_batch_start":
             self.catch_up(trainer, pl_module)
         elif name in EPOCH_HOOKS:
@@ -215,8 +229,7 @@ class AveragedWeights(OverTrained[WeightAveraging]):
 
 
 def _trained(module: LightningModule, weights: Mapping[str, Any]) -> dict[str, Any]:
-    assert isinstance(module, Evaluations)
-    return {name: value for name, value in weights.items() if name in module.trained_names}
+    return {name: value for name, value in weights.items() if name in trained_names(module)}
 
 
 class AfterOthers(Callback):

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from comlrl_lightning.data import ITEMS_PER_STEP
+from comlrl_lightning.data.datamodule import ITEMS_PER_STEP
 
 State = Mapping[str, Any]
 """What the loader of the training data puts into a checkpoint."""
@@ -18,7 +18,13 @@ def position_in(checkpoint: Mapping[str, Any]) -> State | None:
     """The position of the data in a checkpoint of Lightning; None if it is of no fit."""
     loops = checkpoint.get("loops", {}).get("fit_loop", {"state_dict": {}})
     loaders = loops["state_dict"].get("combined_loader")
-    return loaders[0] if loaders else None
+    if not loaders:
+        return None
+    # Checkpoints of version 0.1 count the steps in Lightning's progress alone.
+    loaders[0].setdefault("batches", loops["epoch_loop.batch_progress"]["total"]["processed"])
+    loaders[0].setdefault("cut_at", 0)
+    position: State = loaders[0]
+    return position
 
 
 def align_loops(checkpoint: Mapping[str, Any]) -> None:

@@ -1,27 +1,19 @@
 """What the preference algorithms share: rounds in which a team answers, is compared, and learns from that."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
 from comlrl_lightning.algorithms.checkpoint import KEY
-from comlrl_lightning.algorithms.checks import refuse_settings
-from comlrl_lightning.algorithms.cooperative import CooperativeModule
-from comlrl_lightning.algorithms.evaluating import COMPARE, TRAIN
-from comlrl_lightning.algorithms.hparams import from_plain, to_plain
-from comlrl_lightning.algorithms.recording import record_candidates
-from comlrl_lightning.algorithms.rounds import Phase, RoundProgress, Schedule, share
-from comlrl_lightning.algorithms.updating import S, StepLearner
-from comlrl_lightning.checking import check_whole
-from comlrl_lightning.data import TaskBatch
-from comlrl_lightning.distributed import rank, sum_over_ranks, world_size
+from comlrl_lightning.algorithms.module import COMPARE, TRAIN, CooperativeModule
+from comlrl_lightning.data.datamodule import TaskBatch
+from comlrl_lightning.environment.functions import TaskFunctions
+from comlrl_lightning.learning.updates import StepLearner, StepStats
 from comlrl_lightning.metrics import preference_key
 from comlrl_lightning.preferences.comparators import Comparator
 from comlrl_lightning.preferences.pairs import (
@@ -34,104 +26,63 @@ from comlrl_lightning.preferences.pairs import (
     shuffled,
 )
 from comlrl_lightning.preferences.replay import CurrentRound, Replay
-from comlrl_lightning.rollouts.collect import RolloutShape, TaskInterface
-from comlrl_lightning.rollouts.types import Rollouts
+from comlrl_lightning.preferences.rounds import Phase, RoundProgress, Schedule, share
+from comlrl_lightning.rollouts.collect import RolloutShape
+from comlrl_lightning.rollouts.recording import record_candidates
+from comlrl_lightning.types import Rollouts
+from comlrl_lightning.utilities.checks import check_whole
+from comlrl_lightning.utilities.distributed import rank, sum_over_ranks, world_size
 
-ONE_TURN = (
-    "external_transition",
-    "external_prompt_passthrough",
-    "num_turns",
-    "discount",
-    "early_termination_threshold",
-)
-"""Settings of several turns, which preferences do not have."""
+S = TypeVar("S", bound=StepStats)
 
 
 class PreferenceModule(CooperativeModule):
-    """What the preference algorithms share: rounds of collecting pairs and of learning from them.
+    """Learns from preferences in rounds: collect pairs, then learn from them.
 
     A round is a fixed number of Lightning epochs, `epochs_per_round`. Its first epoch collects: each task item gets
     `num_candidates` joint completions, which the reward function scores and which become pairs of a better and a worse
     one; no weight changes. The other epochs learn. An epoch that learns from pairs gives each training step an equal
     share of them. One round is preference learning as it is usually done, several are its iterative form:
     ``Trainer(max_epochs=num_rounds * module.epochs_per_round)``. There is one turn.
-
-    Args:
-        num_candidates: Joint completions per task item in a collection.
-        pair_selection: Which pairs an item gives. ``"disjoint"`` pairs the best candidate with the worst and so on
-            inward, each once; ``"reward_gap"`` takes the largest gaps, which repeats the extremes; ``"random"``;
-            ``"all"``; ``"comparator_reward"`` takes the pairs in which the comparator did best. None: the first without
-            a comparator, the last with one.
-        num_pairs_per_item: Most pairs that an item gives. None: no limit.
-        comparator: Who else answers, to be compared with answer by answer. None: candidates are compared with each
-            other.
-        comparator_num_candidates: Joint completions per item by the comparator. None: `num_candidates`.
-        replay: Which rounds' pairs a round learns from.
-        learning_epochs: Epochs per round that train the policies.
     """
 
-    fixed_settings = (
-        *(name for name in CooperativeModule.fixed_settings if name not in ONE_TURN),
-        "num_candidates",
-        "pair_selection",
-        "num_pairs_per_item",
-        "comparator",
-        "comparator_num_candidates",
-        "replay",
-        "learning_epochs",
-    )
+    num_candidates: int = 8
+    """Joint completions per task item in a collection."""
+    pair_selection: PairSelection | None = None
+    """Which pairs an item gives. ``"disjoint"`` pairs the best candidate with the worst and so on inward, each once;
+    ``"reward_gap"`` takes the largest gaps, which repeats the extremes; ``"random"``; ``"all"``;
+    ``"comparator_reward"`` takes the pairs in which the comparator did best. None: the first without a comparator, the
+    last with one."""
+    num_pairs_per_item: int | None = None
+    """Most pairs that an item gives. None: no limit."""
+    comparator: Comparator | None = None
+    """Source of other joint completions, to be compared with answer by answer. None: candidates are compared with each
+    other."""
+    comparator_num_candidates: int | None = None
+    """Joint completions per item by the comparator. None: `num_candidates`."""
+    replay: Replay = CurrentRound()
+    """Which rounds' pairs a round learns from."""
+    learning_epochs: int = 1
+    """Epochs per round that train the policies."""
 
-    def __init__(
-        self,
-        *args: Any,
-        num_candidates: int = 8,
-        pair_selection: PairSelection | None = None,
-        num_pairs_per_item: int | None = None,
-        comparator: Comparator | None = None,
-        comparator_num_candidates: int | None = None,
-        replay: Replay = CurrentRound(),  # noqa: B008  (frozen)
-        learning_epochs: int = 1,
-        **kwargs: Any,
-    ) -> None:
-        refuse_settings(type(self).__name__, ONE_TURN, kwargs, "preferences are about one turn")
-        # By position come agents and functions only, none of the settings below.
-        super().__init__(  # type: ignore[misc]
-            *args,
-            external_transition=None,
-            external_prompt_passthrough=False,
-            num_turns=1,
-            discount=1.0,
-            early_termination_threshold=None,
-            **kwargs,
-        )
-        self._leave_out(ONE_TURN)
-        given = {
-            "num_candidates": num_candidates,
-            "pair_selection": pair_selection,
-            "num_pairs_per_item": num_pairs_per_item,
-            "comparator": to_plain(comparator),
-            "comparator_num_candidates": comparator_num_candidates,
-            "replay": to_plain(replay),
-            "learning_epochs": learning_epochs,
-        }
-        self.save_hyperparameters(given)
-        self.comparator: Comparator | None = from_plain("comparator", comparator)
-        self.replay: Replay = from_plain("replay", replay)
+    @override
+    def check_settings(self) -> None:
+        super().check_settings()
         check_strategies(self.comparator, self.replay)
-        check_whole(1, learning_epochs=learning_epochs)
-        check_candidates(num_candidates, comparator_num_candidates, with_comparator=self.comparator is not None)
-        pairs = PairSettings(pair_selection, num_pairs_per_item)
-        self.pair_selection: PairSelection = pairs.resolved(self.comparator is not None)
-        self.num_pairs_per_item = num_pairs_per_item
-        self.candidate_shape = RolloutShape(num_candidates)
-        self.comparator_shape = RolloutShape(comparator_num_candidates or num_candidates)
-        self.schedule = Schedule(0, learning_epochs)
+        check_whole(1, learning_epochs=self.learning_epochs)
+        check_candidates(
+            self.num_candidates, self.comparator_num_candidates, with_comparator=self.comparator is not None
+        )
+        pairs = PairSettings(self.pair_selection, self.num_pairs_per_item)
+        self.resolved_selection: PairSelection = pairs.resolved(self.comparator is not None)
+        self.candidate_shape = RolloutShape(self.num_candidates)
+        self.comparator_shape = RolloutShape(self.comparator_num_candidates or self.num_candidates)
+        self.schedule = self.make_schedule()
         self.rounds = RoundProgress()
 
-    def _leave_out(self, names: Sequence[str]) -> None:
-        """Take settings that this algorithm does not have out of its hyperparameters, which load it again."""
-        for name in names:
-            self.hparams.pop(name, None)
+    def make_schedule(self) -> Schedule:
+        """The epochs of a round."""
+        return Schedule(0, self.learning_epochs)
 
     @property
     def epochs_per_round(self) -> int:
@@ -145,6 +96,7 @@ class PreferenceModule(CooperativeModule):
 
     @override
     def build_learners(self) -> None:
+        super().build_learners()
         if self.comparator is not None:
             self.comparator.build()
             self.comparator_models = nn.ModuleList(self.comparator.modules())
@@ -153,8 +105,8 @@ class PreferenceModule(CooperativeModule):
     def on_fit_start(self) -> None:
         super().on_fit_start()
         max_epochs = self.trainer.max_epochs
-        is_rehearsal = bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
-        if not is_rehearsal and max_epochs is not None and max_epochs > 0 and max_epochs % self.epochs_per_round:
+        is_fast_dev_run = bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
+        if not is_fast_dev_run and max_epochs is not None and max_epochs > 0 and max_epochs % self.epochs_per_round:
             rank_zero_warn(
                 f"Trainer(max_epochs={max_epochs}) ends inside a round of {self.epochs_per_round} epochs. Use"
                 " num_rounds * module.epochs_per_round."
@@ -166,23 +118,23 @@ class PreferenceModule(CooperativeModule):
                 self.comparator.begin_run()
 
     @override
-    def _forget_leftovers(self) -> None:
-        super()._forget_leftovers()
+    def discard_unfinished_step(self) -> None:
+        super().discard_unfinished_step()
         if self.schedule.phase(self.current_epoch).kind == "collect":
             self.rounds = self.rounds.without_collection()
         if self.comparator is not None:
             self.comparator.pop_counts()
 
     @override
-    def _train_on(self, batch: TaskBatch, is_last: bool) -> None:
+    def train_on(self, batch: TaskBatch, is_last: bool) -> None:
         self.rollouts = None  # steps on pairs have none
         phase = self.schedule.phase(batch.epoch)
         if phase.kind == "collect":
             self._collect_pairs(batch, phase, is_last)
         else:
-            self._learn(batch, phase, is_last)
+            self.learn(batch, phase, is_last)
 
-    def _learn(self, batch: TaskBatch, phase: Phase, is_last: bool) -> None:
+    def learn(self, batch: TaskBatch, phase: Phase, is_last: bool) -> None:
         """One training step of an epoch that learns."""
         raise NotImplementedError
 
@@ -191,10 +143,10 @@ class PreferenceModule(CooperativeModule):
         progress = self.rounds.at_round(phase.round)
         if self.comparator is not None:
             self.comparator.begin_round(phase.round, self.team)
-        interface, by_task = self._candidate_interface()
-        rollouts = self._collect(batch, TRAIN, self.sampling, self.candidate_shape, interface=interface)
-        record_candidates(self.training_metrics, rollouts, self.interface.reward.pop_parts(), by_task)
-        pairs, num_scored = self._pairs(batch, rollouts, phase, interface)
+        functions, by_task = self.candidate_functions()
+        rollouts = self.collect(batch, TRAIN, self.sampling, self.candidate_shape, functions)
+        record_candidates(self.training_metrics, rollouts, by_task)
+        pairs, num_scored = self._pairs(batch, rollouts, phase, functions)
         num_scores = round(sum_over_ranks(num_scored))
         self.env_step += num_scores
         rewards = [reward for node in rollouts.nodes for reward in node.rewards]
@@ -208,26 +160,26 @@ class PreferenceModule(CooperativeModule):
                     " were the same. Its learning epochs change nothing. Look at the reward, or raise num_candidates."
                 )
 
-    def _candidate_interface(self) -> tuple[TaskInterface, bool]:
-        """What scores candidates, and whether that is the task's reward."""
-        return self.interface, True
+    def candidate_functions(self) -> tuple[TaskFunctions, bool]:
+        """The functions that candidates are scored by, and whether they hold the task's own reward."""
+        return self.functions, True
 
     def _pairs(
-        self, batch: TaskBatch, rollouts: Rollouts, phase: Phase, interface: TaskInterface
+        self, batch: TaskBatch, rollouts: Rollouts, phase: Phase, functions: TaskFunctions
     ) -> tuple[list[PreferencePair], int]:
         """The pairs of some items, and how many joint completions were scored for them."""
         key, limit = (self.seed, COMPARE, phase.round), self.num_pairs_per_item
         pairs: list[PreferencePair] = []
         others: Rollouts | None = None
         if self.comparator is not None:
-            others = self._compare(batch, self.comparator, interface)
+            others = self._compare(batch, self.comparator, functions)
         partners = {} if others is None else {node.task: node for node in others.nodes}
         for node in rollouts.nodes:
             index = rollouts.indices[node.task]
             if others is None:
-                found = candidate_pairs(node, index, self.pair_selection, limit, key)
+                found = candidate_pairs(node, index, self.resolved_selection, limit, key)
             elif node.task in partners:
-                found = compared_pairs(node, partners[node.task], index, self.pair_selection, limit, key)
+                found = compared_pairs(node, partners[node.task], index, self.resolved_selection, limit, key)
             else:  # none of the comparator's answers has a reward
                 found = []
             self.training_metrics.update(preference_key("pairs_per_item"), float(len(found)))
@@ -236,11 +188,10 @@ class PreferenceModule(CooperativeModule):
             pairs += found
         return pairs, rollouts.num_scored + (0 if others is None else others.num_scored)
 
-    def _compare(self, batch: TaskBatch, comparator: Comparator, interface: TaskInterface) -> Rollouts:
-        others = self._collect(
-            batch, COMPARE, self.sampling, self.comparator_shape, comparator.sampler(self.team), interface
+    def _compare(self, batch: TaskBatch, comparator: Comparator, functions: TaskFunctions) -> Rollouts:
+        others = self.collect(
+            batch, COMPARE, self.sampling, self.comparator_shape, functions, comparator.sampler(self.team)
         )
-        self.interface.reward.pop_parts()  # the log is about the team
         for node in others.nodes:
             for reward in node.rewards:
                 self.training_metrics.update(preference_key("comparator_reward_mean"), reward)
@@ -250,7 +201,7 @@ class PreferenceModule(CooperativeModule):
             self.training_metrics.update(preference_key("comparator_unparsed_share"), unparsed, counts.num_joint)
         return others
 
-    def _step_on_pairs(
+    def step_on_pairs(
         self,
         learner: StepLearner[PreferencePair, S],
         pairs: Sequence[PreferencePair],
@@ -270,7 +221,7 @@ class PreferenceModule(CooperativeModule):
             batch_size: Pairs per optimizer step over all ranks; None: the whole share.
         """
         if not pairs:
-            self._idle_step()
+            self.idle_step()
             return
         started = time.perf_counter()
         kinds = ("collect", "reward", "learn")
@@ -279,7 +230,7 @@ class PreferenceModule(CooperativeModule):
         mine = share(range(batch.start, batch.stop), self.rounds.num_items, len(pairs), batch_size, is_last)
         for start in range(mine.start, mine.stop, batch_size or max(len(mine), 1)):
             chosen = ordered[start : min(start + (batch_size or len(mine)), mine.stop)]
-            self._optimizer_step(learner, chosen[rank() :: world_size()])
+            self.optimizer_step_on(learner, chosen[rank() :: world_size()])
         if mine:
             self.training_metrics.update("time/update", time.perf_counter() - started)
 
@@ -299,14 +250,14 @@ class PreferenceModule(CooperativeModule):
         self.rounds = replace(self.rounds, task_reward_scores=state["task_reward_scores"])
 
     @override
-    def progress(self) -> RoundProgress:
+    def round_state(self) -> RoundProgress:
         return self.rounds
 
     @override
-    def progress_state(self, progress: Any) -> dict[str, Any]:
-        assert isinstance(progress, RoundProgress)
+    def round_state_to_plain(self, state: Any) -> dict[str, Any]:
+        assert isinstance(state, RoundProgress)
         comparator = {} if self.comparator is None else self.comparator.state_dict()
-        return {"rounds": progress.to_state(), "comparator": comparator}
+        return {"rounds": state.to_state(), "comparator": comparator}
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -316,7 +267,7 @@ class PreferenceModule(CooperativeModule):
         self.rounds = replace(self.rounds, task_reward_scores=counted)
 
     @override
-    def restore_progress(self, state: Mapping[str, Any]) -> None:
+    def restore_round_state(self, state: Mapping[str, Any]) -> None:
         self.rounds = RoundProgress.from_state(state["rounds"])
         if self.comparator is not None:
             self.comparator.load_state_dict(state["comparator"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-Baseline = Literal["none", "group_mean", "leave_one_out", "group_max"]
-"""What is subtracted from the returns of a group."""
+Baseline = Literal["none", "group_mean", "leave_one_out", "group_max"] | Callable[[Tensor], Tensor]
+"""What is subtracted from the returns of a group: a name, or a function of `[..., K]` returns."""
 Normalization = Literal["group", "batch", False]
 """What the advantages are divided by: their group's standard deviation, one scale for the buffer, or nothing."""
 
@@ -20,6 +21,7 @@ def subtract_baseline(returns: Tensor, baseline: Baseline) -> Tensor:
     - ``"group_mean"``: minus the mean of the group (GRPO, https://arxiv.org/abs/2402.03300).
     - ``"leave_one_out"``: minus the mean of the K-1 others (RLOO, https://arxiv.org/abs/2402.14740); equal to
       K/(K-1) times ``"group_mean"``.
+    - a function: minus what it returns for the group.
     - ``"group_max"``: minus the best of the group. This compares with the best of K samples, hence is biased as an
       estimate of the policy gradient: for a success of probability .2 and K=4 it expects .078 where the true gradient
       is .16. ReMax (https://arxiv.org/abs/2310.10505) subtracts the reward of the greedy completion instead.
@@ -34,6 +36,12 @@ def subtract_baseline(returns: Tensor, baseline: Baseline) -> Tensor:
     Raises:
         ValueError: If the baseline is unknown.
     """
+    if callable(baseline):
+        difference = returns - baseline(returns)
+        best = returns.amax(-1, keepdim=True)
+        rounding = 8 * torch.finfo(returns.dtype).eps * best.abs()
+        is_constant = best == returns.amin(-1, keepdim=True)
+        return difference.masked_fill(is_constant & (difference.abs() <= rounding), 0.0)
     if baseline == "none":
         return returns
     best = returns.amax(-1, keepdim=True)
@@ -46,6 +54,21 @@ def subtract_baseline(returns: Tensor, baseline: Baseline) -> Tensor:
         raise ValueError(f"baseline={baseline!r} is unknown. Use 'none', 'group_mean', 'leave_one_out' or 'group_max'.")
     # The mean of equal numbers is not always that number.
     return centered.masked_fill(best == returns.amin(-1, keepdim=True), 0.0)
+
+
+def group_mean(returns: Tensor) -> Tensor:
+    """`[..., 1]` mean of each group of `[..., K]` returns."""
+    return returns.mean(-1, keepdim=True)
+
+
+def leave_one_out(returns: Tensor) -> Tensor:
+    """`[..., K]` mean of the other K-1 returns of the group, for each of `[..., K]` returns."""
+    return (returns.sum(-1, keepdim=True) - returns) / max(returns.shape[-1] - 1, 1)
+
+
+def group_max(returns: Tensor) -> Tensor:
+    """`[..., 1]` largest of each group of `[..., K]` returns."""
+    return returns.amax(-1, keepdim=True)
 
 
 def batch_moments(returns: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -23,6 +25,8 @@ class PolicyLoss(NamedTuple):
     """`[R]` tokens whose gradient the clip stopped."""
     num_tokens: Tensor
     """`[R]` tokens that count."""
+    sums: Mapping[str, Tensor] = MappingProxyType({})
+    """Further `[R]` sums to log, by name."""
 
 
 def policy_loss(

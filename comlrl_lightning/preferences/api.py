@@ -22,12 +22,12 @@ from threading import Event
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from comlrl_lightning.checking import check_whole
 from comlrl_lightning.preferences.api_checks import check_arguments
-from comlrl_lightning.rollouts.types import Prompt
+from comlrl_lightning.types import Prompt
+from comlrl_lightning.utilities.checks import check_whole
 
 if TYPE_CHECKING:
-    from comlrl_lightning.agents.generation import GenerationProgress
+    from comlrl_lightning.agents.engine import GenerationProgress
 
 Messages = list[dict[str, str]]
 """Chat messages with ``role`` and ``content``."""

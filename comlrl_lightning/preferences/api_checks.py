@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from comlrl_lightning.checking import check_number
+from comlrl_lightning.utilities.checks import check_number
 
 OWN_FIELDS = frozenset(
     {"model", "messages", "system", "n", "temperature", "max_tokens", "max_completion_tokens", "stream"}

@@ -17,18 +17,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from comlrl_lightning.agents.generation import Finished, GenerationProgress, GenerationRequest
+from comlrl_lightning.agents.engine import Finished, GenerationProgress, GenerationRequest
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.agents.weights import borrowed_weights, weights_of
-from comlrl_lightning.checking import check_whole
-from comlrl_lightning.collaboration import Collaboration
+from comlrl_lightning.environment.joint_format import Collaboration
 from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.preferences.api import Answer, HTTPChat, Messages, complete_all, messages_of, wait_unless
-from comlrl_lightning.preferences.foreign import ForeignSampler, SectionCounts, generation_format, same_tokens
+from comlrl_lightning.preferences.external import ForeignSampler, SectionCounts, generation_format, same_tokens
 from comlrl_lightning.preferences.providers import PROVIDERS
+from comlrl_lightning.preferences.snapshots import borrowed_weights, weights_of
 from comlrl_lightning.rollouts.collect import Sampler
-from comlrl_lightning.rollouts.types import Completion
+from comlrl_lightning.types import Completion
+from comlrl_lightning.utilities.checks import check_whole
 
 TAG_TOKENS = 16
 """What the tags of one agent's section may take of a joint completion, beside its answer."""
@@ -191,7 +192,7 @@ class FixedModel(Comparator):
         if self._team is None:
             # Adapters are drawn from the global random state, which must not depend on when this happens.
             with torch.random.fork_rng(devices=[]):
-                self._team = AgentTeam.build(self.agents).requires_grad_(False)
+                self._team = build_team(self.agents).requires_grad_(False)
 
     def modules(self) -> list[nn.Module]:
         """The team, once it is built."""

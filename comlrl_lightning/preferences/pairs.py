@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
-from comlrl_lightning.agents.sampling import generator_of
-from comlrl_lightning.checking import is_whole
-from comlrl_lightning.rollouts.types import Completion, Node
+from comlrl_lightning.types import Completion, Node
+from comlrl_lightning.utilities.checks import is_whole
+from comlrl_lightning.utilities.rng import generator_of
 
 T = TypeVar("T")
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 from typing_extensions import override
 
-from comlrl_lightning.agents.sampling import generator_of
-from comlrl_lightning.checking import check_whole
 from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.preferences.pairs import PreferencePair, Round
+from comlrl_lightning.utilities.checks import check_whole
+from comlrl_lightning.utilities.rng import generator_of
 
 
 def round_weights(

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from statistics import fmean
 from typing import Any, Protocol
 
 from comlrl_lightning.agents.arrivals import Arrivals
-from comlrl_lightning.agents.generation import Finished, GenerationRequest
-from comlrl_lightning.agents.prefixes import Prefixes
+from comlrl_lightning.agents.decoding.prefixes import Prefixes
+from comlrl_lightning.agents.engine import Finished, GenerationRequest
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.calls import Place
-from comlrl_lightning.checking import check_whole
-from comlrl_lightning.collaboration import JointFormat, merged_prompt, split_or_empty
-from comlrl_lightning.interface import Formatters, RewardFunction, Transition
-from comlrl_lightning.reward_function import RewardCall
-from comlrl_lightning.rollouts.modes import user_code
-from comlrl_lightning.rollouts.scoring import RewardWorkers, Scores, Scoring
-from comlrl_lightning.rollouts.types import Completion, Node, Prompt, Rollouts, joint_indices, texts
+from comlrl_lightning.environment.functions import TaskFunctions
+from comlrl_lightning.environment.joint_format import merged_prompt, split_or_empty
+from comlrl_lightning.environment.reward import RewardCall
+from comlrl_lightning.environment.reward_workers import Scores, Scoring
+from comlrl_lightning.environment.torch_modes import user_code
+from comlrl_lightning.rewards import PartSums, part_means
 from comlrl_lightning.rollouts.unscored import is_known, without_unscored
+from comlrl_lightning.types import Completion, Node, Prompt, Rollouts, joint_indices, texts
+from comlrl_lightning.utilities.calls import Place
+from comlrl_lightning.utilities.checks import check_whole
 
 TurnProgress = Callable[[int, int], None]
 """Called with the turn and the number of completions that are still being sampled."""
@@ -45,20 +46,6 @@ class Sampler(Protocol):
         as soon as they are there.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class TaskInterface:
-    """The user's functions behind checked calls."""
-
-    formatters: Formatters
-    reward: RewardFunction
-    transition: Transition | None = None
-    external_prompt_passthrough: bool = False
-    joint_format: JointFormat | None = None
-    """How one model is asked to answer for all agents; None: each agent answers."""
-    workers: RewardWorkers = field(default_factory=RewardWorkers)
-    """Where the reward runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +100,8 @@ class Collector:
     """Rolls a team out on task items.
 
     Args:
-        team: Samples the completions; one agent if the interface has a `joint_format`.
-        interface: The user's functions.
+        team: Samples the completions; one agent if the functions have a `joint_format`.
+        functions: The user's functions.
         shape: Width and depth of the rollouts.
         sampling: How completions are sampled.
         key: Integers that, with the item, the path, the agent and the sample, seed each completion.
@@ -124,22 +111,22 @@ class Collector:
     def __init__(
         self,
         team: Sampler,
-        interface: TaskInterface,
+        functions: TaskFunctions,
         shape: RolloutShape,
         sampling: Sampling,
         key: tuple[int, ...],
         progress: TurnProgress | None = None,
     ) -> None:
         self.team = team
-        self.interface = interface
+        self.functions = functions
         self.shape = shape
         self.sampling = sampling
         self.key = key
         self.progress = progress
         self.joint = joint_indices(team.num_agents, shape.num_generations, shape.joint_mode)
-        self.num_roles = interface.formatters.num_agents
+        self.num_roles = functions.formatters.num_agents
         """N, agents of the task, whoever writes their answers."""
-        assert team.num_agents == (self.num_roles if interface.joint_format is None else 1), "the team does not fit"
+        assert team.num_agents == (self.num_roles if functions.joint_format is None else 1), "the team does not fit"
 
     def collect(
         self, items: Sequence[Mapping[str, Any]], indices: Sequence[int], *, keep_unscored: bool = False
@@ -156,6 +143,7 @@ class Collector:
         """
         self._items, self._indices = items, indices
         self._num_unparsed = self._num_late = 0
+        self._parts: list[PartSums] = []
         prefixes = Prefixes() if self.shape.num_turns > 1 else None
         nodes: list[Node] = []
         generation_seconds = reward_seconds = 0.0
@@ -167,9 +155,9 @@ class Collector:
             if prefixes is not None:
                 prefixes.keeps = turn < self.shape.num_turns
             groups = self._groups(branches)
-            with self.interface.workers.open(self.interface.reward, len(groups)) as scoring:
+            with self.functions.workers.open(self.functions.reward, len(groups)) as scoring:
                 arrivals = self._arrivals(groups, turn, scoring)
-                early = None if self.interface.workers.num_workers == 0 else arrivals.arrive
+                early = None if self.functions.workers.num_workers == 0 else arrivals.arrive
                 sampled = self._sample(branches, turn, prefixes, early)
                 generated = time.perf_counter()
                 unscored = arrivals.complete(sampled)
@@ -187,9 +175,11 @@ class Collector:
                     for child in self._children(branch, node, position)
                 ]
         seconds = generation_seconds, reward_seconds
-        num_late = None if self.interface.workers.timeout_value is None else self._num_late
-        rollouts = Rollouts(tuple(items), tuple(indices), tuple(nodes), *seconds, self._num_unparsed, num_late)
-        leaves_out = self.interface.reward.none_as_nan and not keep_unscored
+        num_late = None if self.functions.workers.timeout_value is None else self._num_late
+        parts = part_means(self._parts)
+        counts = self._num_unparsed, num_late
+        rollouts = Rollouts(tuple(items), tuple(indices), tuple(nodes), *seconds, *counts, reward_parts=parts)
+        leaves_out = self.functions.reward.none_as_nan and not keep_unscored
         return without_unscored(rollouts) if leaves_out else rollouts
 
     def _root(self, task: int) -> _Branch:
@@ -220,10 +210,10 @@ class Collector:
 
     def _asked(self, branch: _Branch) -> tuple[Prompt, ...]:
         """The prompts that the team reads: one per agent, or one for all answers."""
-        if self.interface.joint_format is None:
+        if self.functions.joint_format is None:
             return branch.prompts
         with user_code():
-            return (merged_prompt(self.interface.joint_format, branch.prompts),)
+            return (merged_prompt(self.functions.joint_format, branch.prompts),)
 
     def _groups(self, branches: Sequence[_Branch]) -> list[list[_Branch]]:
         """The branches whose nodes one call of the reward scores: one of a tree, all trajectories of a task."""
@@ -270,7 +260,7 @@ class Collector:
     ) -> Node:
         """A node without rewards, with the agents' answers if one model wrote all of them."""
         node = Node(branch.task, turn, branch.path, branch.parent, branch.prompts, completions, joint, rewards=())
-        joint_format = self.interface.joint_format
+        joint_format = self.functions.joint_format
         if joint_format is None:
             return node
         with user_code():
@@ -281,7 +271,8 @@ class Collector:
     def _scored(self, unscored: Sequence[Sequence[tuple[_Branch, Node]]], scores: Scores) -> list[Node]:
         """All nodes with their rewards; one model that answers for all agents gets the mean of theirs."""
         self._num_late += scores.num_late
-        own = self.interface.reward.per_agent and self.interface.joint_format is None
+        self._parts += scores.parts
+        own = self.functions.reward.per_agent and self.functions.joint_format is None
         nodes = []
         for group, rows in zip(unscored, scores.rows, strict=True):
             rest = map(tuple, rows)
@@ -321,7 +312,7 @@ class Collector:
         prompt_history: tuple[tuple[Prompt, ...], ...],
         response_history: tuple[tuple[str, ...], ...],
     ) -> tuple[Prompt, ...]:
-        transition, item = self.interface.transition, self._items[node.task]
+        transition, item = self.functions.transition, self._items[node.task]
         assert transition is not None, "several turns need an external transition"
         with user_code():
             external = transition(
@@ -332,14 +323,14 @@ class Collector:
                 turn=node.turn,
                 item_index=self._indices[node.task],
             )
-            if self.interface.external_prompt_passthrough:
+            if self.functions.external_prompt_passthrough:
                 return tuple(external)
             return tuple(
                 self._format(node.task, agent, prompt, turn=node.turn + 1) for agent, prompt in enumerate(external)
             )
 
     def _format(self, task: int, agent: int, external_prompt: str | None, turn: int) -> Prompt:
-        return self.interface.formatters.format(
+        return self.functions.formatters.format(
             self._items[task], agent, external_prompt, item_index=self._indices[task], turn=turn
         )
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from comlrl_lightning.rollouts.types import Node, Rollouts
+from comlrl_lightning.types import Node, Rollouts
 
 
 def is_known(reward: float) -> bool:

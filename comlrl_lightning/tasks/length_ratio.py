@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from comlrl_lightning.assets.grammar import ANIMALS, PLACES, story_prompt
+from comlrl_lightning.tasks.task import Task
 
 OPEN_PROMPTS = (
     "Describe a city in the clouds.",
@@ -159,6 +160,20 @@ def metrics_callback(rollouts: Sequence[Sample]) -> dict[str, float]:
     if not rollouts:
         return {}
     return {"response_chars": _mean_chars([sample.completion for sample in rollouts])}
+
+
+TASK = Task(
+    reward_func=reward_func,
+    num_agents=2,
+    formatters=[brief_formatter, detailed_formatter],
+    external_transition=external_transition,
+    train_items=train_items,
+    eval_items=eval_items,
+    eval_logger=eval_logger,
+    eval_aggregator=eval_aggregator,
+    metrics_callback=metrics_callback,
+)
+"""The whole task set, for the embedded story model."""
 
 
 def _item(prompt: str) -> dict[str, Any]:

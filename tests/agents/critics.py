@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, CriticSettings, ValueHead
-from comlrl_lightning.agents.heads import CriticTeam, CriticType, Head
 from comlrl_lightning.agents.settings import LoraSettings
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.rollouts.types import Completion, Prompt
+from comlrl_lightning.critics.critics import CriticTeam, CriticType, Head
+from comlrl_lightning.critics.loading import build_critics
+from comlrl_lightning.critics.settings import AdapterCritic, CriticSettings, ValueHead
+from comlrl_lightning.types import Completion, Prompt
 
 JointCompletion = tuple[Completion, ...]
 OWN = (ValueHead(), AdapterCritic(LoraSettings(rank=4)))
@@ -51,7 +52,7 @@ def critics_of(
     freeze_backbone: bool = False,
 ) -> CriticTeam:
     """Critics that have moved away from their start."""
-    critics = CriticTeam.build(
+    critics = build_critics(
         settings,
         team,
         centralized=centralized,

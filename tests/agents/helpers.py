@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from comlrl_lightning.agents.generation import GenerationRequest
+from comlrl_lightning.agents.engine import GenerationRequest
 from comlrl_lightning.agents.language_model import LanguageModel
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import SharedBase
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.rollouts.types import Completion
+from comlrl_lightning.types import Completion
 from tests.tiny_lm import tiny_gemma, tiny_gpt2, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_tokenizer
 
 ARCHITECTURES: list[Callable[[], PreTrainedModel]] = [tiny_llama, tiny_qwen2, tiny_qwen3, tiny_gpt2, tiny_gemma]
@@ -25,7 +26,7 @@ def shared_team(
 ) -> AgentTeam:
     """A team on one tiny base whose adapters have moved away from their start, each in its own direction."""
     settings.setdefault("tokenizer", tiny_tokenizer(chat=True))
-    team = AgentTeam.build(SharedBase(model if model is not None else tiny_llama(), num_agents, **settings))
+    team = build_team(SharedBase(model if model is not None else tiny_llama(), num_agents, **settings))
     stir(team, noise)
     return team
 

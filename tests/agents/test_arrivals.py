@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from comlrl_lightning.agents.arrivals import Arrivals
-from comlrl_lightning.agents.generation import GenerationRequest
+from comlrl_lightning.agents.engine import GenerationRequest
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.rollouts.types import Completion
+from comlrl_lightning.types import Completion
 from tests.agents.helpers import requests, shared_team
 from tests.agents.test_generation import GREEDY, PROMPTS, ending_team
 from tests.algorithms.support import tiny_agents
@@ -132,7 +133,7 @@ class TestFinished:
     @pytest.mark.parametrize("concurrent", [False, True])
     @pytest.mark.parametrize("kind", ["separate", "full"])
     def test_several_models(self, kind: Literal["separate", "full"], concurrent: bool) -> None:
-        team = AgentTeam.build(tiny_agents(kind, dtype=torch.float32))
+        team = build_team(tiny_agents(kind, dtype=torch.float32))
         team.concurrent = concurrent
         news = News()
         news.generate(team, requests(PROMPTS), Sampling(max_new_tokens=8, min_new_tokens=8))

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import pytest
 from tokenizers import processors
 
-from comlrl_lightning.agents.critic_inputs import CriticReader, even_shares
-from comlrl_lightning.agents.critic_settings import AdapterCritic, CriticSettings, ModelCritic
-from comlrl_lightning.agents.heads import CriticTeam, CriticType
-from comlrl_lightning.rollouts.types import Completion, Prompt
+from comlrl_lightning.critics.critics import CriticType
+from comlrl_lightning.critics.inputs import CriticReader, even_shares
+from comlrl_lightning.critics.loading import build_critics
+from comlrl_lightning.critics.settings import AdapterCritic, CriticSettings, ModelCritic
+from comlrl_lightning.types import Completion, Prompt
 from tests.agents.critics import samples
 from tests.agents.helpers import shared_team
 from tests.tiny_lm import BOS, EOS, tiny_gpt2, tiny_tokenizer
@@ -111,7 +112,7 @@ def test_an_agent_without_any_messages_has_no_heading() -> None:
 
 def test_a_limit_below_the_headings_is_an_error_from_the_start() -> None:
     def build(settings: CriticSettings, critic_type: CriticType = "q") -> None:
-        CriticTeam.build(settings, shared_team(), centralized=True, critic_type=critic_type)
+        build_critics(settings, shared_team(), centralized=True, critic_type=critic_type)
 
     message = r"critic can read 96 tokens, but 95 are headings, .*answers of 2 agents. Raise max_tokens, or use"
     with pytest.raises(ValueError, match=message):
@@ -132,7 +133,7 @@ def test_no_room_for_more_answers_than_agents() -> None:
 
 def test_values_of_long_texts_see_every_answer() -> None:
     team = shared_team()
-    critics = CriticTeam.build(AdapterCritic(max_tokens=HEADINGS + 20), team, centralized=True, critic_type="q")
+    critics = build_critics(AdapterCritic(max_tokens=HEADINGS + 20), team, centralized=True, critic_type="q")
     both: list[tuple[Prompt, str]] = [("a" * 300, "1" * 50), ("b" * 300, "2" * 50)]
     other = [(both[0][0], "1" * 49 + "0"), both[1]]
     with pytest.warns(UserWarning, match="prompts before answers"):

@@ -11,10 +11,12 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, ValueHead
-from comlrl_lightning.agents.heads import CriticTeam
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
+from comlrl_lightning.critics.critics import CriticTeam
+from comlrl_lightning.critics.loading import build_critics
+from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic, ValueHead
 from tests.agents.critics import critics_of, talk
 from tests.agents.helpers import stir
 from tests.tiny_lm import save_tiny, tiny_gpt2, tiny_llama, tiny_tokenizer
@@ -27,7 +29,7 @@ def base(tmp_path: Path) -> str:
 
 def new_team(base: str) -> AgentTeam:
     torch.manual_seed(0)
-    team = AgentTeam.build(SharedBase(base, 2, lora=LoraSettings(rank=2)))
+    team = build_team(SharedBase(base, 2, lora=LoraSettings(rank=2)))
     stir(team)
     return team
 
@@ -48,17 +50,17 @@ def test_value_heads(base: str, tmp_path: Path, hidden_size: int | None) -> None
     saved(team, critics, out)
     assert sorted(entry.name for entry in out.iterdir() if entry.is_dir()) == ["agent_0", "agent_1"]
     names = folders(out, "agent_0", "agent_1")
-    again = AgentTeam.build(SharedBase(base, 2, adapters=names))
-    loaded = CriticTeam.build(ValueHead(hidden_size, heads=names), again, centralized=False)
+    again = build_team(SharedBase(base, 2, adapters=names))
+    loaded = build_critics(ValueHead(hidden_size, heads=names), again, centralized=False)
     torch.testing.assert_close(loaded.values(talk(team)), critics.values(talk(team)))
 
 
 def test_value_heads_of_fully_trained_agents(base: str, tmp_path: Path) -> None:
-    team, out = AgentTeam.build(Separate([base, base])), tmp_path / "out"
+    team, out = build_team(Separate([base, base])), tmp_path / "out"
     critics = critics_of(ValueHead(), team)
     saved(team, critics, out)
     names = folders(out, "agent_0", "agent_1")
-    loaded = CriticTeam.build(ValueHead(heads=names), AgentTeam.build(Separate([*names])), centralized=False)
+    loaded = build_critics(ValueHead(heads=names), build_team(Separate([*names])), centralized=False)
     torch.testing.assert_close(loaded.values(talk(team)), critics.values(talk(team)))
 
 
@@ -70,7 +72,7 @@ def test_adapters(base: str, tmp_path: Path, centralized: bool) -> None:
     own = ["critic"] if centralized else ["critic_0", "critic_1"]
     assert sorted(entry.name for entry in out.iterdir() if entry.is_dir()) == ["agent_0", "agent_1", *own]
     names = folders(out, *own)
-    loaded = CriticTeam.build(AdapterCritic(adapters=names), new_team(base), centralized=centralized)
+    loaded = build_critics(AdapterCritic(adapters=names), new_team(base), centralized=centralized)
     torch.testing.assert_close(loaded.values(talk(team)), critics.values(talk(team)))
     sizes = [[len(group) for group in one.parameter_groups().values()] for one in (critics, loaded)]
     assert sizes[0] == sizes[1]
@@ -87,7 +89,7 @@ def test_critics_of_another_name(base: str, tmp_path: Path, freeze_backbone: boo
     saved(team, own, out)
     names = sorted(entry.name for entry in out.iterdir() if entry.is_dir())
     assert names == ["agent_0", "agent_1", "critic", "reward_model"]
-    loaded = CriticTeam.build(
+    loaded = build_critics(
         AdapterCritic(adapters=folders(out, "reward_model")),
         new_team(base),
         centralized=True,
@@ -98,7 +100,7 @@ def test_critics_of_another_name(base: str, tmp_path: Path, freeze_backbone: boo
     # A frozen adapter is what was loaded, and is written again.
     assert len(loaded.parameter_groups()["reward_model"]) == (2 if freeze_backbone else 30)
     loaded.save(tmp_path / "again")
-    again = CriticTeam.build(
+    again = build_critics(
         ModelCritic(str(tmp_path / "again" / "reward_model")), team, centralized=True, name="reward_model"
     )
     torch.testing.assert_close(again.values(talk(team)), own.values(talk(team)))
@@ -111,7 +113,7 @@ def test_central_models(base: str, tmp_path: Path, lora: LoraSettings | None) ->
     critics = critics_of(ModelCritic(other, lora=lora), team, centralized=True, num_outputs=2)
     saved(team, critics, out)
     folder = str(out / "critic")
-    loaded = CriticTeam.build(ModelCritic(folder), team, centralized=True, num_outputs=2)
+    loaded = build_critics(ModelCritic(folder), team, centralized=True, num_outputs=2)
     torch.testing.assert_close(loaded.values(talk(team)), critics.values(talk(team)))
     assert [*loaded.parameter_groups()["critic"]] == [*critics.parameter_groups()["critic"]]
     # By transformers alone.
@@ -127,7 +129,7 @@ def test_models_by_name_for_each_agent(base: str, tmp_path: Path, lora: LoraSett
     assert len(critics.own_models) == (2 if lora is None else 1)
     saved(team, critics, out)
     settings = ModelCritic(models=folders(out, "critic_0", "critic_1"), max_tokens=50)
-    loaded = CriticTeam.build(settings, team, centralized=False)
+    loaded = build_critics(settings, team, centralized=False)
     torch.testing.assert_close(loaded.values(talk(team)), critics.values(talk(team)))
 
 
@@ -136,7 +138,7 @@ def test_an_adapter_on_a_saved_critic_takes_its_head_along(base: str, tmp_path: 
     critics = critics_of(ModelCritic(base), team, centralized=True)
     critics.save(out)
     settings = ModelCritic(str(out / "critic"), lora=LoraSettings(rank=2))
-    loaded = CriticTeam.build(settings, team, centralized=True)
+    loaded = build_critics(settings, team, centralized=True)
     # A new adapter changes nothing yet.
     torch.testing.assert_close(loaded.values(talk(team)), critics.values(talk(team)))
 
@@ -147,7 +149,7 @@ def test_a_tokenizer_stays_at_the_base_of_an_adapter_without_one(base: str, tmp_
     critics.save(out)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (out / "critic" / name).unlink()
-    loaded = CriticTeam.build(ModelCritic(str(out / "critic")), team, centralized=True)
+    loaded = build_critics(ModelCritic(str(out / "critic")), team, centralized=True)
     torch.testing.assert_close(loaded.values(talk(team)), critics.values(talk(team)))
 
 
@@ -157,7 +159,7 @@ def test_an_adapter_folder_without_a_base_is_an_error(base: str, tmp_path: Path)
     path = out / "critic" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": None}))
     with pytest.raises(ValueError, match=r"ModelCritic\(...\): the adapter folder .*critic' does not say which model"):
-        CriticTeam.build(ModelCritic(str(out / "critic")), team, centralized=True)
+        build_critics(ModelCritic(str(out / "critic")), team, centralized=True)
 
 
 def test_number_formats(tmp_path: Path) -> None:
@@ -168,12 +170,12 @@ def test_number_formats(tmp_path: Path) -> None:
         (ModelCritic(base, lora=LoraSettings(rank=2)), torch.bfloat16),
         (ModelCritic(base, dtype="float32", lora=LoraSettings(rank=2)), torch.float32),
     ):
-        critics = CriticTeam.build(settings, team, centralized=True)
+        critics = build_critics(settings, team, centralized=True)
         assert critics.bodies[0].model.causal.get_input_embeddings().weight.dtype == dtype
         trained = {p.dtype for p in critics.parameter_groups()["critic"].values()}
         assert trained == {torch.float32}
         assert critics.values(talk(team)).dtype == torch.float32
-    frozen = CriticTeam.build(ModelCritic(base), team, centralized=True, freeze_backbone=True)
+    frozen = build_critics(ModelCritic(base), team, centralized=True, freeze_backbone=True)
     assert {p.dtype for p in frozen.own_models.parameters()} == {torch.bfloat16}
 
 
@@ -182,9 +184,9 @@ def test_folders_without_a_head_or_with_another(base: str, tmp_path: Path) -> No
     saved(team, critics_of(ValueHead(), team), out)
     names = folders(out, "agent_0", "agent_1")
     with pytest.raises(ValueError, match=r"base' holds no value_head.safetensors. Use one that save_agents wrote"):
-        CriticTeam.build(ValueHead(heads=[base, base]), team, centralized=False)
+        build_critics(ValueHead(heads=[base, base]), team, centralized=False)
     with pytest.raises(ValueError, match=r"has the shapes .* this critic .*Use the same model, hidden_size"):
-        CriticTeam.build(ValueHead(3, heads=names), team, centralized=False)
+        build_critics(ValueHead(3, heads=names), team, centralized=False)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +212,7 @@ def test_folders_without_a_head_or_with_another(base: str, tmp_path: Path) -> No
 )
 def test_critics_that_do_not_fit(base: str, settings: Any, centralized: bool, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        CriticTeam.build(settings, new_team(base), centralized=centralized)
+        build_critics(settings, new_team(base), centralized=centralized)
 
 
 @pytest.mark.parametrize(
@@ -244,6 +246,6 @@ def test_a_model_that_carries_adapters_already(base: str) -> None:
     team = new_team(base)
     model = tiny_llama()
     settings = ModelCritic(model, tokenizer=tiny_tokenizer(), lora=LoraSettings(rank=2))
-    CriticTeam.build(settings, team, centralized=True)
+    build_critics(settings, team, centralized=True)
     with pytest.raises(ValueError, match="ModelCritic got a loaded LlamaForCausalLM that carries adapters already"):
-        CriticTeam.build(settings, team, centralized=True)
+        build_critics(settings, team, centralized=True)

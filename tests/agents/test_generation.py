@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import FalconConfig, FalconForCausalLM, GenerationConfig, PreTrainedModel
 
-from comlrl_lightning.agents.generation import GenerationRequest
+from comlrl_lightning.agents.engine import GenerationRequest
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, Separate
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.rollouts.types import Completion
+from comlrl_lightning.types import Completion
 from tests.agents.helpers import ARCHITECTURES, counting, flat, model_of, requests, shared_team, stir, trained
 from tests.tiny_lm import tiny_gemma, tiny_gpt2, tiny_llama, tiny_qwen2, tiny_tokenizer
 
@@ -256,7 +257,7 @@ def test_progress_counts_running_rows() -> None:
 def test_heterogeneous_agents(full: bool) -> None:
     tokenizers = [tiny_tokenizer(), tiny_tokenizer(reverse=True, pad=None)]
     models = [tiny_llama(), tiny_gpt2()]
-    team = AgentTeam.build(Separate(models, tokenizers=tokenizers, lora=None if full else LoraSettings()))
+    team = build_team(Separate(models, tokenizers=tokenizers, lora=None if full else LoraSettings()))
     if not full:
         stir(team, 0.1)
     asked = requests(PROMPTS, samples=1)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, CriticSettings, ModelCritic, ValueHead
-from comlrl_lightning.agents.heads import CriticTeam, CriticType
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase
-from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.rollouts.types import Prompt
+from comlrl_lightning.critics.critics import CriticType
+from comlrl_lightning.critics.loading import build_critics
+from comlrl_lightning.critics.settings import AdapterCritic, CriticSettings, ModelCritic, ValueHead
+from comlrl_lightning.types import Prompt
 from tests.agents.critics import (
     OWN,
     critics_of,
@@ -70,7 +71,7 @@ def test_plain_critics_of_agents_that_copy_layers() -> None:
 
 
 def test_value_heads_on_fully_trained_models() -> None:
-    team = AgentTeam.build(Separate([tiny_llama(), tiny_gpt2()], tokenizers=[tiny_tokenizer(), tiny_tokenizer()]))
+    team = build_team(Separate([tiny_llama(), tiny_gpt2()], tokenizers=[tiny_tokenizer(), tiny_tokenizer()]))
     critics = critics_of(ValueHead(hidden_size=5), team, critic_type="q")
     values = critics.values(talk(team))
     for agent, completion in enumerate(talk(team)[0]):
@@ -90,7 +91,7 @@ def test_value_heads_on_fully_trained_models() -> None:
 @pytest.mark.parametrize("settings", [*OWN, AdapterCritic(hidden_size=8)])
 def test_the_first_values_are_zero(settings: CriticSettings) -> None:
     team = shared_team()
-    assert not CriticTeam.build(settings, team, centralized=False).values(talk(team)).any()
+    assert not build_critics(settings, team, centralized=False).values(talk(team)).any()
 
 
 def test_no_sample_has_no_value() -> None:
@@ -146,12 +147,12 @@ def test_a_critic_of_another_family_reads_through_its_own_tokenizer(
 def test_agents_with_other_tokenizers_never_reach_a_model_through_them() -> None:
     # The agents number their bytes differently, so every token of the wrong tokenizer would show.
     tokenizers = [tiny_tokenizer(), tiny_tokenizer(reverse=True)]
-    team = AgentTeam.build(Separate([tiny_llama(), tiny_gpt2()], tokenizers=tokenizers, lora=LoraSettings(rank=2)))
+    team = build_team(Separate([tiny_llama(), tiny_gpt2()], tokenizers=tokenizers, lora=LoraSettings(rank=2)))
     critics = critics_of(AdapterCritic(), team, centralized=True, critic_type="q")
     (sample, *_) = talk(team)
     ids = critics.bodies[0].reader.ids(sample)
     assert tokenizers[0].decode(ids) == "<bos>" + JOINT_PROMPTS + JOINT_ANSWERS
-    separate = critics_of(AdapterCritic(), AgentTeam.build(_two_separate()), critic_type="q")
+    separate = critics_of(AdapterCritic(), build_team(_two_separate()), critic_type="q")
     assert [body.reader.ids((one,)) for body, one in zip(separate.bodies, sample, strict=True)] == [
         own_ids(one, "q") for one in sample
     ]
@@ -355,9 +356,9 @@ def test_all_weights_of_a_critic_but_an_unused_head_are_trained() -> None:
 
 def test_adapters_leave_the_agents_copies_of_layers_alone() -> None:
     lora = LoraSettings(rank=2, modules_to_save=["lm_head"])
-    team = AgentTeam.build(SharedBase(tiny_llama(), 2, lora=lora, tokenizer=tiny_tokenizer()))
+    team = build_team(SharedBase(tiny_llama(), 2, lora=lora, tokenizer=tiny_tokenizer()))
     names = [set(team.agent_parameters(agent)) for agent in range(2)]
-    critics = CriticTeam.build(AdapterCritic(), team, centralized=False)
+    critics = build_critics(AdapterCritic(), team, centralized=False)
     assert [set(team.agent_parameters(agent)) for agent in range(2)] == names
     trained = [id(one) for group in critics.parameter_groups().values() for one in group.values()]
     trained += [id(one) for agent in range(2) for one in team.agent_parameters(agent).values()]
@@ -365,28 +366,28 @@ def test_adapters_leave_the_agents_copies_of_layers_alone() -> None:
 
 
 def test_nobody_finds_an_empty_form_beside_a_saved_critic(tmp_path: Path) -> None:
-    critics = CriticTeam.build(AdapterCritic(), shared_team(), centralized=True)
+    critics = build_critics(AdapterCritic(), shared_team(), centralized=True)
     critics.save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["critic"]
     assert (tmp_path / "critic" / "adapter_model.safetensors").is_file()
 
 
 def test_adapter_critics_need_frozen_models() -> None:
-    team = AgentTeam.build(Separate([tiny_llama()], tokenizers=[tiny_tokenizer()]))
+    team = build_team(Separate([tiny_llama()], tokenizers=[tiny_tokenizer()]))
     with pytest.raises(ValueError, match=r"AdapterCritic\(\) needs a frozen model under it, but agent_0 trains all"):
-        CriticTeam.build(AdapterCritic(), team, centralized=False)
+        build_critics(AdapterCritic(), team, centralized=False)
 
 
 def test_a_tokenizer_that_is_too_large() -> None:
     settings = ModelCritic(tiny_gpt2(vocab_size=258), tokenizer=tiny_tokenizer())
     with pytest.raises(ValueError, match="The tokenizer of the critic has 259 tokens, its model only 258"):
-        CriticTeam.build(settings, shared_team(), centralized=True)
+        build_critics(settings, shared_team(), centralized=True)
 
 
 def test_stirred_agents_change_value_heads_and_nothing_else() -> None:
     changed = []
     for settings in OWN:
-        team = AgentTeam.build(SharedBase(tiny_llama(), 2, tokenizer=tiny_tokenizer()))
+        team = build_team(SharedBase(tiny_llama(), 2, tokenizer=tiny_tokenizer()))
         critics = critics_of(settings, team)
         before = critics.values(talk(team)).detach()
         with torch.no_grad():

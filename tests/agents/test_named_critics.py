@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic
 from comlrl_lightning.agents.settings import LoraSettings
+from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic
 from tests.agents.critics import critics_of, head_of, talk
 from tests.agents.helpers import shared_team, trained, written
 from tests.tiny_lm import tiny_llama, tiny_tokenizer

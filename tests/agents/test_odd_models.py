@@ -29,8 +29,9 @@ from transformers import (
     RecurrentGemmaForCausalLM,
 )
 
-from comlrl_lightning.agents.cache import new_cache, sees_everything
-from comlrl_lightning.agents.prefixes import is_plain
+from comlrl_lightning.agents.decoding.prefixes import is_plain
+from comlrl_lightning.agents.kv_cache import new_cache, sees_everything
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
 from tests.agents.helpers import model_of, row_log_probs, shared_team, trained, written
@@ -75,7 +76,7 @@ ODD = [bart, bert, mamba, recurrent_gemma, openai_gpt]
 def build(make: Callable[[], PreTrainedModel], dtype: torch.dtype) -> AgentTeam:
     torch.manual_seed(0)
     lora = LoraSettings(target_modules=TARGETS.get(make, ["q_proj"]))
-    return AgentTeam.build(SharedBase(make().to(dtype), 1, lora=lora, tokenizer=tiny_tokenizer()))
+    return build_team(SharedBase(make().to(dtype), 1, lora=lora, tokenizer=tiny_tokenizer()))
 
 
 @pytest.mark.parametrize("make", ODD)
@@ -101,7 +102,7 @@ def test_told_in_half_precision_what_may_be_rounding(make: Callable[[], PreTrain
 def test_experts_that_are_chosen_by_rounding_are_no_reason(seed: int) -> None:
     torch.manual_seed(seed)
     model = MixtralForCausalLM(MixtralConfig(**ROTARY, num_local_experts=8, num_experts_per_tok=2)).to(torch.bfloat16)
-    AgentTeam.build(SharedBase(model, 1, lora=LoraSettings(target_modules=["q_proj"]), tokenizer=tiny_tokenizer()))
+    build_team(SharedBase(model, 1, lora=LoraSettings(target_modules=["q_proj"]), tokenizer=tiny_tokenizer()))
 
 
 def test_a_body_that_is_the_model_itself() -> None:
@@ -115,9 +116,7 @@ def test_a_body_that_is_the_model_itself() -> None:
     }
     torch.manual_seed(0)
     model = Llama4ForCausalLM(Llama4TextConfig(**settings, layer_types=["full_attention"] * 2)).eval()
-    team = AgentTeam.build(
-        SharedBase(model, 2, lora=LoraSettings(target_modules=["q_proj"]), tokenizer=tiny_tokenizer())
-    )
+    team = build_team(SharedBase(model, 2, lora=LoraSettings(target_modules=["q_proj"]), tokenizer=tiny_tokenizer()))
     assert not model_of(team).own_head
     rows = written(0, [0, 1])
     found = team.log_probs(rows, temperature=1.0).log_probs
@@ -160,10 +159,7 @@ def test_checkpointing_that_the_user_switched_on_is_taken_over(kind: str, reentr
         if checkpointed:
             model.activation_checkpointing_enable({"use_reentrant": reentrant})
         torch.manual_seed(0)
-        if kind == "shared":
-            team = shared_team(model)
-        else:
-            team = AgentTeam.build(Separate([model], tokenizers=[tiny_tokenizer()]))
+        team = shared_team(model) if kind == "shared" else build_team(Separate([model], tokenizers=[tiny_tokenizer()]))
         assert model_of(team).reads_prompts_once != checkpointed
         flags = [vars(module).get("gradient_checkpointing") for module in model_of(team).causal.modules()]
         assert (True in flags) == checkpointed
@@ -197,7 +193,7 @@ def folders(path: Path, agents: Sequence[int], **settings: Any) -> list[str]:
 
 @pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"modules_to_save": ["norm"]}])
 def test_references_have_no_dropout(tmp_path: Path, settings: dict[str, Any]) -> None:
-    team = AgentTeam.build(SharedBase(str(tmp_path / "base"), 2, adapters=folders(tmp_path, (0, 1), **settings)))
+    team = build_team(SharedBase(str(tmp_path / "base"), 2, adapters=folders(tmp_path, (0, 1), **settings)))
     team.add_reference()
     team.train()
     rows = written(0, [0, 1])

@@ -11,15 +11,18 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM, PreTrainedModel
 
-from comlrl_lightning.agents import generation
-from comlrl_lightning.agents.cache import new_cache
-from comlrl_lightning.agents.generation import Row, Sampled, generate
-from comlrl_lightning.agents.prefixes import Prefixes, _pays, is_plain
+from comlrl_lightning.agents.decoding import native as generation
+from comlrl_lightning.agents.decoding.native import Row, generate
+from comlrl_lightning.agents.decoding.prefixes import Prefixes, _pays, is_plain
+from comlrl_lightning.agents.engine import Sampled
+from comlrl_lightning.agents.kv_cache import new_cache
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, Separate
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.interface import Formatters, RewardFunction, Transition
-from comlrl_lightning.rollouts.collect import Collector, RolloutShape, TaskInterface
-from comlrl_lightning.rollouts.types import Completion, Rollouts
+from comlrl_lightning.environment.functions import TaskFunctions
+from comlrl_lightning.environment.prompts import Formatters, RewardFunction, Transition
+from comlrl_lightning.rollouts.collect import Collector, RolloutShape
+from comlrl_lightning.types import Completion, Rollouts
 from tests.agents.helpers import counting, model_of, requests, shared_team
 from tests.tiny_lm import tiny_gemma, tiny_gpt2, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_tokenizer
 
@@ -49,7 +52,7 @@ def ask(team: AgentTeam, rows: Sequence[Row], sampling: Sampling) -> list[Sample
     """One completion per row, model by model and, if one cannot mix agents, agent by agent."""
     results: list[Sampled | None] = [None] * len(rows)
     with team.rollout_mode():
-        for model, batches in team._by_model([row.agent for row in rows]).items():
+        for model, batches in team.rows_by_model([row.agent for row in rows]).items():
             for batch in batches:
                 for index, sampled in zip(
                     batch, generate(model, [rows[index] for index in batch], sampling), strict=True
@@ -185,7 +188,7 @@ def test_states_are_let_go_before_the_next_prompts_are_read(monkeypatch: pytest.
 
 def test_agents_with_models_of_their_own() -> None:
     models: list[Any] = [ending(tiny_llama().double()), ending(tiny_gpt2().double())]
-    team = AgentTeam.build(Separate(models, tokenizers=[tiny_tokenizer(), tiny_tokenizer()], lora=None))
+    team = build_team(Separate(models, tokenizers=[tiny_tokenizer(), tiny_tokenizer()], lora=None))
     prefixes, rows = Prefixes(), first_turn()
     answers = ask(team, keeping(rows, prefixes), SAMPLED)
     following = next_turn(rows, answers)
@@ -255,7 +258,7 @@ def rollouts(team: AgentTeam, sampling: Sampling, **shape: Any) -> Rollouts:
         pairs = zip(prompt_history_per_agent, agent_completions, strict=True)
         return tuple(f"{history[-1]}{answer} {len(history)}?" for history, answer in pairs)
 
-    interface = TaskInterface(
+    interface = TaskFunctions(
         Formatters(lambda item, external_prompts=None: item["prompt"], 2),
         RewardFunction(lambda *answers, **_: [0.0] * len(answers[0]), 2),
         Transition(transition, 2),
@@ -272,7 +275,7 @@ def completions(found: Rollouts) -> list[Completion]:
 
 def test_rollouts_of_models_that_work_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     models: list[Any] = [ending(tiny_llama().double()), ending(tiny_qwen2().double())]
-    team = AgentTeam.build(Separate(models, tokenizers=[tiny_tokenizer(), tiny_tokenizer()], lora=None))
+    team = build_team(Separate(models, tokenizers=[tiny_tokenizer(), tiny_tokenizer()], lora=None))
     team.concurrent = True
     with counting(model_of(team, 1).causal.base_model) as calls:
         found = completions(rollouts(team, GREEDY))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from comlrl_lightning.agents.generation import GenerationRequest
+from comlrl_lightning.agents.engine import GenerationRequest
 from comlrl_lightning.agents.prompts import PromptEncoder
 from comlrl_lightning.agents.settings import TEMPLATE_ARGUMENTS, Sampling, Separate, SharedBase
-from comlrl_lightning.calls import Place
+from comlrl_lightning.utilities.calls import Place
 from tests.agents.helpers import requests, shared_team
 from tests.rollouts.fakes import FakeTeam, make_collector
 from tests.tiny_lm import tiny_gpt2, tiny_llama, tiny_tokenizer

@@ -6,10 +6,10 @@ from typing import Any, cast
 
 import pytest
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, ValueHead
-from comlrl_lightning.agents.reward_settings import JointRewardModel
 from comlrl_lightning.agents.settings import LoraSettings
-from comlrl_lightning.algorithms.hparams import from_plain, to_plain
+from comlrl_lightning.critics.reward_settings import JointRewardModel
+from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic, ValueHead
+from comlrl_lightning.utilities.plain import from_plain, to_plain
 
 
 @pytest.mark.parametrize(

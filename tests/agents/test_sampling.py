@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from comlrl_lightning.agents import sampling as module
-from comlrl_lightning.agents.sampling import StopStrings, key_digest, pick, search, uniforms
+from comlrl_lightning.agents.decoding import tokens as module
+from comlrl_lightning.agents.decoding.tokens import StopStrings, pick, search, uniforms
 from comlrl_lightning.agents.settings import Sampling
+from comlrl_lightning.utilities.rng import key_digest
 from tests.tiny_lm import tiny_tokenizer
 
 EVEN = (torch.arange(4_000, dtype=torch.float64) + 0.5) / 4_000

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from comlrl_lightning.agents import scoring
+from comlrl_lightning.agents import log_probs as scoring
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import LoraSettings, Separate
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.rollouts.types import Completion
+from comlrl_lightning.types import Completion
 from tests.agents.helpers import (
     ARCHITECTURES,
     completion,
@@ -61,11 +62,12 @@ def team_gradients(team: AgentTeam, rows: Sequence[Completion], temperature: flo
     return gradients
 
 
-def assert_equal_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+def assert_equal_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], rounding: float = 1e-9) -> None:
     assert ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
         assert gradient.abs().sum() > 0, name
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-9, atol=1e-11, msg=name)
+        largest = float(gradient.abs().max())
+        torch.testing.assert_close(ours[name], gradient, rtol=rounding, atol=rounding / 10 * largest, msg=name)
 
 
 @pytest.mark.parametrize("make", ARCHITECTURES)
@@ -92,7 +94,9 @@ def test_padded_rows_score_as_each_row_alone(make: Callable[[], PreTrainedModel]
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_equal_those_through_set_adapter(make: Callable[[], PreTrainedModel], checkpointing: bool) -> None:
     team, rows = shared_team(make(), gradient_checkpointing=checkpointing).double().train(), written(1, AGENTS)
-    assert_equal_gradients(team_gradients(team, rows, 0.7), peft_gradients(team, rows, 0.7))
+    # Gemma's attention computes its softmax in float32, whatever the model does.
+    rounding = 1e-5 if make is tiny_gemma else 1e-9
+    assert_equal_gradients(team_gradients(team, rows, 0.7), peft_gradients(team, rows, 0.7), rounding)
 
 
 @pytest.mark.parametrize("agents", [[0, 0], [0, 1, 1, 0], [2, 1, 0, 2, 2]])
@@ -166,7 +170,7 @@ def test_training_leaves_the_base_as_it_was() -> None:
 
 def test_separate_models_score_in_the_order_of_the_rows() -> None:
     models = [tiny_llama(), tiny_gpt2()]
-    team = AgentTeam.build(Separate(models, tokenizers=[tiny_tokenizer(), tiny_tokenizer(reverse=True)]))
+    team = build_team(Separate(models, tokenizers=[tiny_tokenizer(), tiny_tokenizer(reverse=True)]))
     rows = written(4, AGENTS)
     scores = team.log_probs(rows, temperature=0.8)
     for index, row in enumerate(rows):
@@ -224,7 +228,7 @@ def test_the_reference_is_the_initial_policy(lora: LoraSettings) -> None:
 
 def test_the_reference_of_full_fine_tuning_is_a_frozen_copy() -> None:
     settings: dict[str, Any] = {"tokenizers": [tiny_tokenizer(), tiny_tokenizer()]}
-    team, rows = AgentTeam.build(Separate([tiny_llama(), tiny_qwen2()], **settings)), written(6, AGENTS)
+    team, rows = build_team(Separate([tiny_llama(), tiny_qwen2()], **settings)), written(6, AGENTS)
     at_first = team.log_probs(rows, temperature=1.0).log_probs.detach()
     names = set(trained(team))
     team.add_reference()

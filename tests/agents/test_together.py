@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from comlrl_lightning.agents.generation import GenerationRequest
+from comlrl_lightning.agents.engine import GenerationRequest
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.agents.together import SharedProgress, Stopped, run_together
+from comlrl_lightning.agents.threads import SharedProgress, Stopped, run_together
 from tests.algorithms.support import tiny_agents
 from tests.waiting import HANG_SECONDS, PATIENCE_SECONDS
 
@@ -58,7 +58,7 @@ class TestTogether:
             raise KeyboardInterrupt
 
         stop = Event()
-        monkeypatch.setattr("comlrl_lightning.agents.together.wait", interrupt)
+        monkeypatch.setattr("comlrl_lightning.agents.threads.wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run_together([(CPU, lambda: stop.wait(HANG_SECONDS)), (CPU, lambda: stop.wait(HANG_SECONDS))], stop)
         assert stop.is_set()
@@ -76,7 +76,7 @@ class TestTogether:
             shared.of(0)(1)
 
     def test_progress_of_a_rollout_ends_at_zero(self) -> None:
-        team = AgentTeam.build(tiny_agents("full", dtype=torch.float32))
+        team = build_team(tiny_agents("full", dtype=torch.float32))
         team.concurrent = True
         told: list[int] = []
         requests = [GenerationRequest(agent, "hi", ((1, agent), (2, agent))) for agent in (0, 1)]

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import Sampling, Separate
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.agents.weights import borrowed_weights, weights_of
-from comlrl_lightning.rollouts.types import Completion
+from comlrl_lightning.preferences.snapshots import borrowed_weights, weights_of
+from comlrl_lightning.types import Completion
 from tests.agents.helpers import flat, requests, shared_team, stir, trained
 from tests.tiny_lm import tiny_gpt2, tiny_llama, tiny_tokenizer
 
@@ -21,7 +22,7 @@ SAMPLING = Sampling(max_new_tokens=6)
 def separate_team(dtype: torch.dtype = torch.float32) -> AgentTeam:
     """Two agents with all their weights trained, one of them with its head tied to its embeddings."""
     models = [tiny_llama().to(dtype), tiny_gpt2().to(dtype)]
-    return AgentTeam.build(Separate(models, tokenizers=[tiny_tokenizer(), tiny_tokenizer()]))
+    return build_team(Separate(models, tokenizers=[tiny_tokenizer(), tiny_tokenizer()]))
 
 
 def answers(team: AgentTeam) -> list[Completion]:

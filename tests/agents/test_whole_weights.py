@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, CriticSettings, ModelCritic
-from comlrl_lightning.agents.heads import HEAD_FILE, CriticTeam
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import LoraSettings, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
+from comlrl_lightning.critics.critics import HEAD_FILE
+from comlrl_lightning.critics.loading import build_critics
+from comlrl_lightning.critics.settings import AdapterCritic, CriticSettings, ModelCritic
 from tests.agents.helpers import model_of, stir
 from tests.agents.test_loading import own_logits
 from tests.tiny_lm import save_tiny, tiny_gpt2, tiny_llama, tiny_qwen2, tiny_tokenizer
@@ -76,7 +78,7 @@ def base(tmp_path: Path) -> str:
 @pytest.fixture
 def agents(base: str, tmp_path: Path) -> Path:
     """Folders of two agents."""
-    team = AgentTeam.build(SharedBase(base, 2, lora=LORA))
+    team = build_team(SharedBase(base, 2, lora=LORA))
     stir(team)
     team.save(tmp_path / "agents")
     return tmp_path / "agents"
@@ -95,19 +97,19 @@ def test_an_adapter_that_does_not_fit(
     change(agents / f"agent_{agent}", FILE, edit)
     named = rf"(?s)The adapter of agent_{agent} in '.*agent_{agent}' .*{message}"
     with pytest.raises(ValueError, match=named):
-        AgentTeam.build(SharedBase(base, 2, adapters=str(agents)))
+        build_team(SharedBase(base, 2, adapters=str(agents)))
     if not agent:
         with pytest.raises(ValueError, match=named):
-            AgentTeam.build(Separate([str(agents / "agent_0")]))
+            build_team(Separate([str(agents / "agent_0")]))
 
 
 def test_missing_copies_of_layers(base: str, tmp_path: Path) -> None:
     settings = LoraSettings(rank=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    AgentTeam.build(SharedBase(base, 1, lora=settings)).save(tmp_path / "agents")
+    build_team(SharedBase(base, 1, lora=settings)).save(tmp_path / "agents")
     folder = tmp_path / "agents" / "agent_0"
     change(folder, FILE, lambda weights: {name: value for name, value in weights.items() if "lm_head" not in name})
     with pytest.raises(ValueError, match=r"The adapter of agent_0 in .*does not fit its base: .*lm_head"):
-        AgentTeam.build(SharedBase(base, 1, adapters=[str(folder)]))
+        build_team(SharedBase(base, 1, adapters=[str(folder)]))
 
 
 @pytest.mark.parametrize(("content", "message"), [(b"", "cannot be read"), (None, "has no weights")])
@@ -116,12 +118,12 @@ def test_a_file_that_is_none(base: str, agents: Path, content: bytes | None, mes
     if content is not None:
         (agents / "agent_1" / FILE).write_bytes(content)
     with pytest.raises(ValueError, match=f"The adapter of agent_1 in '.*agent_1' {message}"):
-        AgentTeam.build(SharedBase(base, 2, adapters=str(agents)))
+        build_team(SharedBase(base, 2, adapters=str(agents)))
 
 
 def critics_of(base: str, settings: CriticSettings, folder: Path) -> Path:
-    team = AgentTeam.build(SharedBase(base, 1, lora=LORA))
-    critics = CriticTeam.build(settings, team, centralized=True)
+    team = build_team(SharedBase(base, 1, lora=LORA))
+    critics = build_critics(settings, team, centralized=True)
     critics.save(folder)
     return folder / "critic"
 
@@ -129,21 +131,21 @@ def critics_of(base: str, settings: CriticSettings, folder: Path) -> Path:
 def test_critics_that_do_not_fit(base: str, tmp_path: Path) -> None:
     folder = critics_of(base, AdapterCritic(lora=LORA), tmp_path / "saved")
     change(folder, HEAD_FILE, with_nan_everywhere)
-    team = AgentTeam.build(SharedBase(base, 1, lora=LORA))
+    team = build_team(SharedBase(base, 1, lora=LORA))
     with pytest.raises(ValueError, match=r"The head in '.*' holds values that are not finite, in output"):
-        CriticTeam.build(AdapterCritic(adapters=[str(folder)]), team, centralized=True)
+        build_critics(AdapterCritic(adapters=[str(folder)]), team, centralized=True)
     change(folder, FILE, moved)
-    team = AgentTeam.build(SharedBase(base, 1, lora=LORA))
+    team = build_team(SharedBase(base, 1, lora=LORA))
     with pytest.raises(ValueError, match=r"The adapter of critic in '.*critic' does not fit in whole"):
-        CriticTeam.build(AdapterCritic(adapters=[str(folder)]), team, centralized=True)
+        build_critics(AdapterCritic(adapters=[str(folder)]), team, centralized=True)
     with pytest.raises(ValueError, match=r"The adapter of critic in '.*critic' does not fit in whole"):
-        CriticTeam.build(ModelCritic(model=str(folder)), team, centralized=True)
+        build_critics(ModelCritic(model=str(folder)), team, centralized=True)
     (folder / HEAD_FILE).write_bytes(b"")
     critic = critics_of(base, AdapterCritic(lora=LORA), tmp_path / "again")
     (critic / HEAD_FILE).write_bytes(b"")
-    team = AgentTeam.build(SharedBase(base, 1, lora=LORA))
+    team = build_team(SharedBase(base, 1, lora=LORA))
     with pytest.raises(ValueError, match=r"The head in '.*' cannot be read"):
-        CriticTeam.build(AdapterCritic(adapters=[str(critic)]), team, centralized=True)
+        build_critics(AdapterCritic(adapters=[str(critic)]), team, centralized=True)
 
 
 def with_nan_everywhere(weights: Weights) -> Weights:
@@ -156,36 +158,36 @@ def test_models_that_were_saved_in_part(base: str) -> None:
     change(Path(base), file, lambda weights: {key: value for key, value in weights.items() if key != name})
     for settings in (SharedBase(base, 1), Separate([base])):
         with pytest.raises(ValueError, match=rf"The model of .* does not fit in whole. Weights 1 missing: {name}"):
-            AgentTeam.build(settings)
+            build_team(settings)
     bias = "model.layers.0.self_attn.q_proj.bias"
     change(Path(base), file, lambda weights: {**weights, name: taken, bias: torch.ones(32)})
     with pytest.raises(ValueError, match=f"Weights 1 without a place: {bias}"):
-        AgentTeam.build(Separate([base]))
+        build_team(Separate([base]))
     change(
         Path(base), file, lambda weights: {("v_head.weight" if key == bias else key): w for key, w in weights.items()}
     )
     with pytest.warns(UserWarning, match=r"has weights of parts that LlamaForCausalLM lacks: v_head.weight"):
-        AgentTeam.build(Separate([base]))
+        build_team(Separate([base]))
 
 
 def test_critics_need_no_head(base: str) -> None:
     change(Path(base), "model.safetensors", lambda all_: {key: w for key, w in all_.items() if key != "lm_head.weight"})
-    team = AgentTeam.build(SharedBase(tiny_llama(), 1, lora=LORA, tokenizer=tiny_tokenizer()))
-    CriticTeam.build(ModelCritic(model=base), team, centralized=True)
+    team = build_team(SharedBase(tiny_llama(), 1, lora=LORA, tokenizer=tiny_tokenizer()))
+    build_critics(ModelCritic(model=base), team, centralized=True)
     with pytest.raises(ValueError, match=r"The model of agent_0, .* missing: lm_head.weight"):
-        AgentTeam.build(Separate([base]))
+        build_team(Separate([base]))
 
 
 def test_an_adapter_of_another_base(base: str, agents: Path, tmp_path: Path) -> None:
     other = save_tiny(tmp_path / "other", tiny_llama(rope_theta=5e5))
     with pytest.raises(ValueError, match=r"agent_0' belongs to the base '.*base', but here .* on '.*other'"):
-        AgentTeam.build(SharedBase(other, 2, adapters=str(agents)))
-    team = AgentTeam.build(SharedBase(other, 1, lora=LORA))
+        build_team(SharedBase(other, 2, adapters=str(agents)))
+    team = build_team(SharedBase(other, 1, lora=LORA))
     with pytest.raises(ValueError, match=r"The adapter of critic in .* belongs to the base"):
-        CriticTeam.build(AdapterCritic(adapters=[str(agents / "agent_0")]), team, centralized=True)
+        build_critics(AdapterCritic(adapters=[str(agents / "agent_0")]), team, centralized=True)
     for kind in (tiny_qwen2(), tiny_gpt2()):
         with pytest.raises(ValueError, match=r"The adapter of agent_0 in .* belongs to the base"):
-            AgentTeam.build(SharedBase(save_tiny(tmp_path / kind.config.model_type, kind), 2, adapters=str(agents)))
+            build_team(SharedBase(save_tiny(tmp_path / kind.config.model_type, kind), 2, adapters=str(agents)))
 
 
 def test_names_on_the_hub_differ(base: str, agents: Path) -> None:
@@ -193,13 +195,13 @@ def test_names_on_the_hub_differ(base: str, agents: Path) -> None:
     model.name_or_path = "someone/base"
     write_config(agents / "agent_1", base_model_name_or_path="someone/other")
     with pytest.raises(ValueError, match=r"agent_1' belongs to the base 'someone/other', .* on 'someone/base'"):
-        AgentTeam.build(SharedBase(model, 2, adapters=str(agents), tokenizer=tiny_tokenizer()))
+        build_team(SharedBase(model, 2, adapters=str(agents), tokenizer=tiny_tokenizer()))
 
 
 def test_a_base_may_move(base: str, agents: Path, tmp_path: Path) -> None:
     write_config(agents / "agent_0", base_model_name_or_path="/gone/base")
     write_config(agents / "agent_1", base_model_name_or_path=save_tiny(tmp_path / "copy"))
-    team = AgentTeam.build(SharedBase(base, 2, adapters=str(agents)))
+    team = build_team(SharedBase(base, 2, adapters=str(agents)))
     team.save(tmp_path / "again")
     configs = [tmp_path / "again" / f"agent_{agent}" / "adapter_config.json" for agent in range(2)]
     assert [json.loads(path.read_text())["base_model_name_or_path"] for path in configs] == [base] * 2
@@ -216,7 +218,7 @@ def test_saved_adapters_find_their_base_from_anywhere(
         "separate": Separate(["./base"], lora=LORA),
     }
     for name, settings in given.items():
-        AgentTeam.build(settings).save(name)
+        build_team(settings).save(name)
     monkeypatch.chdir("/")
     for name in given:
         config = json.loads((tmp_path / name / "agent_0" / "adapter_config.json").read_text())
@@ -229,7 +231,7 @@ def test_a_relative_base_that_is_not_here(agents: Path) -> None:
         with pytest.raises(
             ValueError, match=rf"agent_0' of agent_0 stands on base_model_name_or_path='{name}', which .*"
         ):
-            AgentTeam.build(Separate([str(agents / "agent_0")]))
+            build_team(Separate([str(agents / "agent_0")]))
 
 
 def saved_by_peft(base: str, folder: Path, **settings: Any) -> str:
@@ -259,21 +261,21 @@ def test_kinds_that_change_the_base(
     folder = saved_by_peft(base, tmp_path / "adapter", **saved)
     write_config(Path(folder), **written)
     with pytest.raises(ValueError, match=rf"The adapter of agent_0 in .* changes its base \({found}\)"):
-        AgentTeam.build(SharedBase(base, 2, adapters=[folder, folder]))
-    team = AgentTeam.build(SharedBase(base, 1, lora=LORA))
+        build_team(SharedBase(base, 2, adapters=[folder, folder]))
+    team = build_team(SharedBase(base, 1, lora=LORA))
     with pytest.raises(ValueError, match=rf"The adapter of critic in .* changes its base \({found}\)"):
-        CriticTeam.build(AdapterCritic(adapters=[folder]), team, centralized=True)
+        build_critics(AdapterCritic(adapters=[folder]), team, centralized=True)
 
 
 @pytest.mark.parametrize("start", ["gaussian", "orthogonal", "eva", False])
 def test_kinds_that_leave_the_base_alone(base: str, tmp_path: Path, start: str | bool) -> None:
     folder = saved_by_peft(base, tmp_path / "adapter", init_lora_weights=start)
-    AgentTeam.build(SharedBase(base, 2, adapters=[folder, folder]))
+    build_team(SharedBase(base, 2, adapters=[folder, folder]))
 
 
 def test_pissa_on_a_base_of_its_own(base: str, tmp_path: Path) -> None:
     folder = saved_by_peft(base, tmp_path / "adapter", init_lora_weights="pissa")
-    team = AgentTeam.build(Separate([folder], tokenizers=[tiny_tokenizer()]))
+    team = build_team(Separate([folder], tokenizers=[tiny_tokenizer()]))
     alone = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
     with model_of(team).acting_as([0], [1]):
         torch.testing.assert_close(own_logits(model_of(team).causal), own_logits(alone))
@@ -293,13 +295,13 @@ def test_rows_of_new_tokens_are_saved(tmp_path: Path, targets: list[str], tied: 
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<think>", "</think>"])
     lora = LoraSettings(rank=2, target_modules=targets)
-    team = AgentTeam.build(SharedBase(enlarged(base, 1), 2, lora=lora, tokenizer=tokenizer))
+    team = build_team(SharedBase(enlarged(base, 1), 2, lora=lora, tokenizer=tokenizer))
     stir(team)
     team.save(tmp_path / "agents")
     ids = torch.tensor([[5, 259, 6, 260]])
     folders = [str(tmp_path / "agents" / f"agent_{agent}") for agent in range(2)]
-    again = AgentTeam.build(SharedBase(enlarged(base, 3), 2, adapters=folders, tokenizer=tokenizer))
-    own = AgentTeam.build(Separate(folders))
+    again = build_team(SharedBase(enlarged(base, 3), 2, adapters=folders, tokenizer=tokenizer))
+    own = build_team(Separate(folders))
     for agent, folder in enumerate(folders):
         alone = PeftModel.from_pretrained(enlarged(base, 2), folder)
         expected = logits_of(team, agent, ids)
@@ -317,16 +319,16 @@ def logits_of(team: AgentTeam, agent: int, ids: Tensor) -> Tensor:
 
 def test_rows_of_new_tokens_that_do_not_fit(base: str, tmp_path: Path) -> None:
     for seed in (1, 2):
-        team = AgentTeam.build(SharedBase(enlarged(base, seed), 1, lora=LORA, tokenizer=tiny_tokenizer()))
+        team = build_team(SharedBase(enlarged(base, seed), 1, lora=LORA, tokenizer=tiny_tokenizer()))
         team.save(tmp_path / str(seed))
     folders = [str(tmp_path / str(seed) / "agent_0") for seed in (1, 2)]
     with pytest.raises(ValueError, match=r"agent_1 in .* brings the weights \S*weight of its base along"):
-        AgentTeam.build(SharedBase(enlarged(base, 1), 2, adapters=folders, tokenizer=tiny_tokenizer()))
+        build_team(SharedBase(enlarged(base, 1), 2, adapters=folders, tokenizer=tiny_tokenizer()))
     with pytest.raises(ValueError, match=r"agent_0 in .* with shape \(261, 32\), but here it is \(259, 32\)"):
-        AgentTeam.build(SharedBase(base, 2, adapters=folders))
-    team = AgentTeam.build(SharedBase(enlarged(base, 1), 1, lora=LORA, tokenizer=tiny_tokenizer()))
+        build_team(SharedBase(base, 2, adapters=folders))
+    team = build_team(SharedBase(enlarged(base, 1), 1, lora=LORA, tokenizer=tiny_tokenizer()))
     with pytest.raises(ValueError, match=r"critic in .* not those of the base that it would share"):
-        CriticTeam.build(AdapterCritic(adapters=folders[1:]), team, centralized=True)
+        build_critics(AdapterCritic(adapters=folders[1:]), team, centralized=True)
 
 
 @pytest.mark.parametrize(
@@ -350,15 +352,15 @@ def test_rows_of_new_tokens_that_do_not_fit(base: str, tmp_path: Path) -> None:
 def test_misspelled_names_of_layers(settings: dict[str, Any], message: str) -> None:
     lora = LoraSettings(**settings)
     with pytest.raises(ValueError, match=r"SharedBase\(lora=LoraSettings" + f".*{message}"):
-        AgentTeam.build(SharedBase(tiny_llama(), 2, lora=lora, tokenizer=tiny_tokenizer()))
+        build_team(SharedBase(tiny_llama(), 2, lora=lora, tokenizer=tiny_tokenizer()))
 
 
 def test_misspelled_names_for_critics(base: str) -> None:
     lora = LoraSettings(target_modules=["q_proj", "vproj"])
-    team = AgentTeam.build(SharedBase(base, 2, lora=LORA))
+    team = build_team(SharedBase(base, 2, lora=LORA))
     for settings, name in ((AdapterCritic(lora=lora), "AdapterCritic"), (ModelCritic(base, lora=lora), "ModelCritic")):
         with pytest.raises(ValueError, match=rf"{name}\(lora=LoraSettings.* names 'vproj'"):
-            CriticTeam.build(settings, team, centralized=True)
+            build_critics(settings, team, centralized=True)
 
 
 def test_separate_models_may_share_names_of_several_kinds() -> None:
@@ -366,9 +368,9 @@ def test_separate_models_may_share_names_of_several_kinds() -> None:
         lora = LoraSettings(target_modules=list(names))
         return Separate([tiny_llama(), tiny_gpt2()], lora=lora, tokenizers=[tiny_tokenizer()] * 2)
 
-    AgentTeam.build(settings("q_proj", "c_attn"))
+    build_team(settings("q_proj", "c_attn"))
     with pytest.raises(ValueError, match=r"Separate\(lora=LoraSettings.* names 'cattn', .* Did you mean 'c_attn'"):
-        AgentTeam.build(settings("q_proj", "c_attn", "cattn"))
+        build_team(settings("q_proj", "c_attn", "cattn"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -379,9 +381,9 @@ def test_a_base_with_broken_weights(value: float, lora: LoraSettings | None) -> 
         model.model.layers[0].self_attn.q_proj.weight[0, 0] = value
     settings = Separate([model], lora=lora, tokenizers=[tiny_tokenizer()])
     with pytest.raises(ValueError, match=r"itself holds NaN or infinity in model.layers.0.self_attn.q_proj.weight"):
-        AgentTeam.build(settings)
+        build_team(settings)
 
 
 def test_attention_that_fails_in_64_bits() -> None:
     with pytest.raises(ValueError, match=r'In 64 bits, attention .* Use dtype="float32"'):
-        AgentTeam.build(SharedBase(tiny_llama(attn_implementation="eager").double(), 1, tokenizer=tiny_tokenizer()))
+        build_team(SharedBase(tiny_llama(attn_implementation="eager").double(), 1, tokenizer=tiny_tokenizer()))

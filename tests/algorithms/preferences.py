@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from comlrl_lightning.agents.reward_settings import JointRewardModel
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.algorithms import MADPO, MARLHF, CooperativeModule, PreferenceModule
+from comlrl_lightning.critics.reward_settings import JointRewardModel
 from tests.algorithms.support import ITEMS, MemoryLogger, fit, tiny_agents, uneven_reward
 
 DEFAULTS: dict[str, Any] = {

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comlrl_lightning.rollouts.types import Completion, Node, Rollouts
+from comlrl_lightning.types import Completion, Node, Rollouts
 
 Gradients = dict[str, Tensor]
 """Gradient by parameter name; empty for an agent that takes no step."""

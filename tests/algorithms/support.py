@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,8 +14,8 @@ from torch import Tensor
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, Separate, SharedBase
 from comlrl_lightning.agents.team import TokenScores
 from comlrl_lightning.algorithms import CooperativeModule
-from comlrl_lightning.data import TaskDataModule
-from comlrl_lightning.rollouts.types import Completion, Rollouts
+from comlrl_lightning.data.datamodule import TaskDataModule
+from comlrl_lightning.types import Completion, Rollouts
 from tests.tiny_lm import tiny_gpt2, tiny_llama, tiny_qwen2, tiny_tokenizer
 
 Kind = Literal["shared", "separate", "full"]
@@ -91,9 +91,10 @@ class Collected(Callback):
         self.rollouts.append(pl_module.rollouts)
 
 
-def make_module(
-    algorithm: type[CooperativeModule], agents: SharedBase | Separate | None = None, **settings: Any
-) -> CooperativeModule:
+M = TypeVar("M", bound=CooperativeModule)
+
+
+def make_module(algorithm: type[M], agents: SharedBase | Separate | None = None, **settings: Any) -> M:
     """An algorithm with two agents, K=2 and completions of at most four tokens, unless said otherwise."""
     defaults: dict[str, Any] = {
         "reward_func": uneven_reward,
@@ -106,7 +107,7 @@ def make_module(
     return algorithm(tiny_agents() if agents is None else agents, **{**defaults, **settings})
 
 
-def trained_a_little(module: CooperativeModule, size: float = 0.05, seed: int = 0) -> CooperativeModule:
+def trained_a_little(module: M, size: float = 0.05, seed: int = 0) -> M:
     """Load the weights and move each agent's: fresh adapters leave the base as it is and half of their gradients 0."""
     module.configure_model()
     generator = torch.Generator().manual_seed(seed)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, ValueHead
 from comlrl_lightning.agents.settings import SharedBase
-from comlrl_lightning.algorithms import IAC, MAAC, ActorCriticModule, CooperativeModule
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.algorithms import IAC, MAAC, ActorCriticModule
+from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic, ValueHead
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.rewards import WeightedRewards
 from tests.algorithms.support import (
     ITEMS,
@@ -43,12 +43,12 @@ def gpt2_critics() -> ModelCritic:
 KINDS = [(IAC, ValueHead), (IAC, lambda: ADAPTER), (IAC, gpt2_critics), (MAAC, lambda: ADAPTER), (MAAC, gpt2_critic)]
 
 
-def group(module: CooperativeModule, name: str) -> dict[str, Tensor]:
+def group(module: ActorCriticModule, name: str) -> dict[str, Tensor]:
     """A copy of the weights of a parameter group."""
     return {path: value.detach().clone() for path, value in module.learner.parameter_groups()[name].items()}
 
 
-def moved(module: CooperativeModule, name: str, start: dict[str, Tensor]) -> bool:
+def moved(module: ActorCriticModule, name: str, start: dict[str, Tensor]) -> bool:
     return any(not torch.equal(value, start[path]) for path, value in group(module, name).items())
 
 
@@ -116,7 +116,7 @@ class TestWhoMoves:
 
 
 class TestPerAgentRewards:
-    def trained(self, algorithm: type[ActorCriticModule], scale: float) -> CooperativeModule:
+    def trained(self, algorithm: type[ActorCriticModule], scale: float) -> ActorCriticModule:
         module = make_module(
             algorithm,
             critic=ADAPTER,
@@ -145,7 +145,7 @@ class TestPerAgentRewards:
             make_module(IAC, UNLOADED, reward_func=reward, per_agent_rewards=True)
 
 
-def module_outputs(module: CooperativeModule) -> int:
+def module_outputs(module: ActorCriticModule) -> int:
     assert isinstance(module, ActorCriticModule)
     return module.critics.num_outputs
 
@@ -205,7 +205,7 @@ class TestSettings:
             (IAC, {"value_clip_range": -1.0}, r"value_clip_range=-1.0 is out of range"),
             (IAC, {"critic_learning_rate": -1.0}, r"critic_learning_rate=-1.0 is out of range"),
             (IAC, {"advantage_normalization": "group"}, r"advantage_normalization='group' is unknown"),
-            (IAC, {"per_agent_rewards": 2}, r"per_agent_rewards=2 is unknown"),
+            (IAC, {"per_agent_rewards": 2}, r"per_agent_rewards=2 is neither True nor False"),
             (IAC, {"num_turns": 3, "max_nodes": 5}, r"grows to 6 nodes per task item, above max_nodes=5"),
         ],
     )

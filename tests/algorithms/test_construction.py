@@ -24,7 +24,7 @@ from comlrl_lightning.algorithms import (
     MAReMax,
 )
 from comlrl_lightning.algorithms.checks import learning_rates
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from tests.algorithms.support import ITEMS, fit, make_module, make_trainer, uneven_reward, weights
 
 UNLOADED = SharedBase("not/loaded", num_agents=2)
@@ -231,7 +231,7 @@ class TestAccepted:
 
     def test_functions_may_be_import_paths(self) -> None:
         module = construct(reward_func="tests.algorithms.support.uneven_reward", num_turns=2)
-        assert module.interface.reward([["a"], ["b"]], item={}, prompts=("", ""), turn=1) == uneven_reward(["a"], ["b"])
+        assert module.functions.reward([["a"], ["b"]], item={}, prompts=("", ""), turn=1) == uneven_reward(["a"], ["b"])
 
 
 class TestSchedules:

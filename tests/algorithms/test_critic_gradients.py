@@ -16,11 +16,11 @@ import torch
 from peft import get_peft_model
 from torch import Tensor, nn
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, ValueHead
-from comlrl_lightning.agents.heads import CriticTeam
 from comlrl_lightning.algorithms import IAC, MAAC
 from comlrl_lightning.algorithms.actor_critic import ActorCriticModule
-from comlrl_lightning.rollouts.types import Completion, Node, Rollouts
+from comlrl_lightning.critics.critics import CriticTeam
+from comlrl_lightning.critics.settings import AdapterCritic, ValueHead
+from comlrl_lightning.types import Completion, Node, Rollouts
 from tests.algorithms.reference import Agent
 from tests.algorithms.support import (
     ITEMS,

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from comlrl_lightning.agents.heads import CriticTeam
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.algorithms.critic_learner import ActorCriticLearner, siblings, trajectories
-from comlrl_lightning.algorithms.rows import UpdateStats
-from comlrl_lightning.algorithms.settings import PolicySettings, ValueSettings
-from comlrl_lightning.metrics import MetricTable, training_keys
-from comlrl_lightning.rollouts.buffer import CreditedNode, Critique
-from comlrl_lightning.rollouts.types import Completion, Node, Rollouts
+from comlrl_lightning.critics.critics import CriticTeam
+from comlrl_lightning.learning.actor_critic import ActorCriticLearner, siblings, trajectories
+from comlrl_lightning.learning.minibatches import UpdateStats
+from comlrl_lightning.learning.settings import PolicySettings, ValueSettings
+from comlrl_lightning.metrics import MetricTable, critic_keys, training_keys
+from comlrl_lightning.rollouts.credit import CreditedNode, Critique
+from comlrl_lightning.types import Completion, Node, Rollouts
 from tests.algorithms.test_learner import PaperTeam, completion, minus_one
 
 Values = Callable[[tuple[str, ...]], Sequence[float] | Tensor]
@@ -61,7 +61,7 @@ def make_learner(critics: PaperCritics, num_agents: int = 1, kl: float = 0.0, **
     )
     # The reference policy finds the first answer of any agent less likely by 1.
     team = PaperTeam(num_agents, minus_one, lambda text: torch.tensor(-2.0 if text.endswith("0") else -1.0).double())
-    table = MetricTable(training_keys(3, num_agents, True, critics=["critic"]))
+    table = MetricTable([*training_keys(3, num_agents, True), *critic_keys(num_agents, ["critic"])])
     return ActorCriticLearner(cast("AgentTeam", team), cast("CriticTeam", critics), policy, settings, 4096, table)
 
 

@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from comlrl_lightning.agents.critic_settings import ValueHead
 from comlrl_lightning.agents.settings import Sampling, SharedBase
 from comlrl_lightning.algorithms import IAC, MAAC, MAGRPO, CooperativeModule
-from comlrl_lightning.rollouts.types import Rollouts
+from comlrl_lightning.critics.settings import ValueHead
+from comlrl_lightning.types import Rollouts
 from tests.algorithms.reference import Agent
 from tests.algorithms.support import (
     ENDS,

@@ -13,10 +13,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.algorithms import MAGRPO, POLICY_GRADIENT_ALGORITHMS, CooperativeModule
 from comlrl_lightning.callbacks import EvalInterval
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.evaluation import evaluate
 from comlrl_lightning.rewards import RewardProcessors
-from comlrl_lightning.rollouts.types import Rollouts
+from comlrl_lightning.types import Rollouts
 from tests.algorithms.support import ITEMS, Collected, make_module, make_trainer, uneven_reward, weights
 
 
@@ -116,7 +116,7 @@ def test_an_evaluation_is_gathered_once_for_all_callbacks(
         gathered[len(values)] += 1
         return list(values)
 
-    monkeypatch.setattr("comlrl_lightning.algorithms.evaluating.gather_objects", gather)
+    monkeypatch.setattr("comlrl_lightning.algorithms.module.gather_objects", gather)
     module, data = make_module(MAGRPO), TaskDataModule(ITEMS, eval_dataset=ITEMS[:2], eval_batch_size=1)
     first, second = Asks(), Asks()
     trainer = make_trainer([first, second])

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.algorithms import MAGRPO, CooperativeModule
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from tests.algorithms.support import ITEMS, make_module, make_trainer, tiny_agents
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from peft import LoraConfig, get_peft_model
 
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.algorithms import MAGRPO, MAREINFORCE, MARLOO, CooperativeModule, MAReMax
+from comlrl_lightning.algorithms import MAGRPO, MAREINFORCE, MARLOO, CooperativeModule, CriticFreeModule, MAReMax
 from tests.algorithms.reference import Agent, Gradients, Objective, learn
 from tests.algorithms.support import (
     ITEMS,
@@ -63,7 +63,7 @@ def reference_agents(module: CooperativeModule, kind: Kind) -> list[Agent]:
 
 
 def check(
-    algorithm: type[CooperativeModule],
+    algorithm: type[CriticFreeModule],
     kind: Kind = "shared",
     num_agents: int = 2,
     *,
@@ -111,7 +111,7 @@ def check(
     return trainer
 
 
-def recorded_orders(module: CooperativeModule, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+def recorded_orders(module: CriticFreeModule, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Collects the order of the nodes in each pass over the buffer, which the module draws by itself."""
     orders: list[list[int]] = []
     draw = module._order
@@ -153,7 +153,7 @@ def test_teams_of_every_kind(kind: Kind, num_agents: int, joint_mode: str, num_t
 
 @pytest.mark.parametrize("algorithm", BASELINES)
 @pytest.mark.parametrize("normalization", ["group", "batch", False])
-def test_baselines(algorithm: type[CooperativeModule], normalization: str | bool) -> None:
+def test_baselines(algorithm: type[CriticFreeModule], normalization: str | bool) -> None:
     if algorithm is MAREINFORCE and normalization == "group":
         pytest.skip("refused")
     objective = Objective(BASELINES[algorithm], normalization, discount=0.7, temperature=0.5)
@@ -162,7 +162,7 @@ def test_baselines(algorithm: type[CooperativeModule], normalization: str | bool
 
 @pytest.mark.parametrize("kind", ["shared", "full"])
 @pytest.mark.parametrize("algorithm", BASELINES)
-def test_reference_kl(algorithm: type[CooperativeModule], kind: Kind) -> None:
+def test_reference_kl(algorithm: type[CriticFreeModule], kind: Kind) -> None:
     objective = Objective(BASELINES[algorithm], normalization=False, temperature=0.8, kl=0.3)
     check(algorithm, kind, objective=objective, items=ITEMS[:2], num_generations=3)
 

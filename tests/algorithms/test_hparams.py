@@ -11,7 +11,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,8 +20,8 @@ import torch
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, Separate, SharedBase
 from comlrl_lightning.algorithms import MAGRPO
 from comlrl_lightning.algorithms.checkpoint import check_settings
-from comlrl_lightning.algorithms.hparams import callable_from_plain, from_plain, is_remark, to_plain
 from comlrl_lightning.rewards import RewardProcessors
+from comlrl_lightning.utilities.plain import callable_from_plain, from_plain, is_remark, to_plain
 from tests.algorithms.support import echo, fit, tiny_agents, uneven_reward
 from tests.tiny_lm import tiny_llama, tiny_tokenizer
 
@@ -235,9 +235,9 @@ def test_other_wrapped_functions_are_no_resume() -> None:
 
 def test_a_checkpoint_names_all_functions_of_a_script_that_it_misses() -> None:
     """What ``__main__`` is depends on the script that runs: its names are asked for everywhere."""
-    script = "__main__.reward_func", ["__main__.brief", "__main__.detailed"]
+    script: Any = "__main__.reward_func", ["__main__.brief", "__main__.detailed"]
     with pytest.raises(ValueError, match="reward_func was") as caught:
-        MAGRPO(tiny_agents(), script[0], formatters=script[1], reward_processor="<a.b object>")
+        MAGRPO(tiny_agents(), script[0], formatters=script[1], reward_processor=cast("Any", "<a.b object>"))
     assert str(caught.value) == (
         "reward_func was __main__.reward_func, formatters was __main__.brief, reward_processor was <a.b object> when"
         " the checkpoint was saved, whose names in a script lead nowhere in another one. Pass reward_func=,"
@@ -257,10 +257,10 @@ def test_a_checkpoint_of_a_script_loads_with_its_functions(tmp_path: Path, monke
     with pytest.raises(ValueError, match=r"agents was .*, reward_func was __main__.reward when"):
         MAGRPO.load_from_checkpoint(path)
     loaded = MAGRPO.load_from_checkpoint(path, agents=tiny_agents(), reward_func=reward)
-    assert loaded.interface.reward.label == "reward_func=__main__.reward"
+    assert loaded.functions.reward.label == "reward_func=__main__.reward"
 
 
 def test_an_optimizer_of_a_script_is_missed_by_the_next_fit_alone() -> None:
-    module = MAGRPO(tiny_agents(), uneven_reward, optimizer="__main__.make")
+    module = MAGRPO(tiny_agents(), uneven_reward, optimizer=cast("Any", "__main__.make"))
     with pytest.raises(ValueError, match=r"optimizer was __main__.make when .* Pass optimizer= to load it"):
         module.configure_optimizers()

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from comlrl_lightning.agents.batches import completion_batches, micro_batches
 from comlrl_lightning.agents.team import AgentTeam, TokenScores
-from comlrl_lightning.algorithms.learners import GroupRelativeLearner
-from comlrl_lightning.algorithms.rows import UpdateStats, completion_batches, micro_batches
-from comlrl_lightning.algorithms.settings import PolicySettings
 from comlrl_lightning.functional import Baseline, Normalization
+from comlrl_lightning.learning.minibatches import UpdateStats
+from comlrl_lightning.learning.policy import GroupRelativeLearner
+from comlrl_lightning.learning.settings import PolicySettings
 from comlrl_lightning.metrics import MetricTable, training_keys
-from comlrl_lightning.rollouts.buffer import CreditedNode, assign_credit
-from comlrl_lightning.rollouts.types import Completion, Node, Rollouts
+from comlrl_lightning.rollouts.credit import CreditedNode, assign_credit
+from comlrl_lightning.types import Completion, Node, Rollouts
 
 ScoreFunction = Callable[[str], Tensor]
 
@@ -38,6 +39,11 @@ class PaperTeam:
     def speaker(self, agent: int) -> PaperTeam:
         """One for all."""
         return self
+
+    def micro_batches(self, completions: Sequence[Completion], token_budget: int) -> list[list[list[int]]]:
+        """Micro-batches of one model, as `AgentTeam` cuts them."""
+        batches = completion_batches(completions, token_budget, reads_prompts_once=self.reads_prompts_once)
+        return [[batch] for batch in batches]
 
     def log_probs(
         self, completions: Sequence[Completion], *, temperature: float, reference: bool = False

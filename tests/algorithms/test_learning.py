@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic, ValueHead
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, SharedBase
 from comlrl_lightning.algorithms import IAC, MAAC, MAGRPO, POLICY_GRADIENT_ALGORITHMS, CooperativeModule
+from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic, ValueHead
 from tests.algorithms.support import MemoryLogger, echo, fit, make_module
 from tests.tiny_lm import tiny_gpt2, tiny_llama, tiny_tokenizer
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelChec
 
 from comlrl_lightning.algorithms import MAGRPO
 from comlrl_lightning.callbacks import BatchCheckpoint, EvalInterval
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.evaluation import evaluate
 from comlrl_lightning.rewards import WeightedRewards
 from tests.algorithms.support import ITEMS, Collected, fit, make_module, make_trainer, tiny_agents, weights

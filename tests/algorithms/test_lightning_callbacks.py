@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 from comlrl_lightning.algorithms import IAC, MAGRPO, CooperativeModule
 from comlrl_lightning.callbacks import BatchCheckpoint, EvalInterval
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from tests.algorithms.support import ITEMS, fit, make_module, make_trainer, tiny_agents
 
 RATE = 0.02

@@ -20,7 +20,7 @@ from wandb.proto import wandb_internal_pb2
 from comlrl_lightning import wandb_logger
 from comlrl_lightning.algorithms import MAGRPO
 from comlrl_lightning.callbacks import EvalInterval, EvalMetrics, RolloutMetrics
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.metrics import MetricTable
 from comlrl_lightning.tasks import length_ratio
 from tests.algorithms.support import ITEMS, MemoryLogger, echo, make_module, make_trainer

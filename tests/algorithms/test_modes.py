@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from comlrl_lightning.agents.settings import SharedBase
 from comlrl_lightning.algorithms import MAGRPO, CooperativeModule
-from comlrl_lightning.interface import RewardFunction
+from comlrl_lightning.environment.prompts import RewardFunction
 from tests.algorithms.support import ITEMS, LORA, echo, fit, make_module, tiny_agents, uneven_reward, weights
 from tests.tiny_lm import tiny_gpt2, tiny_tokenizer
 
@@ -45,7 +45,7 @@ class TestModes:
             return uneven_reward(*completions)
 
         hook = body.register_forward_hook(lambda *_: seen.append((body.training, torch.is_grad_enabled())))
-        module.interface = replace(module.interface, reward=RewardFunction(reward, 2))
+        module.functions = replace(module.functions, reward=RewardFunction(reward, 2))
         fit(module)
         assert seen
         assert set(seen) == {(False, False)}

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from comlrl_lightning.algorithms import IAC, MAGRPO, CooperativeModule, critic_learner
+from comlrl_lightning.algorithms import IAC, MAGRPO, CooperativeModule
 from comlrl_lightning.functional.values import value_loss
+from comlrl_lightning.learning import actor_critic as critic_learner
 from tests.algorithms.preferences import same, trained
 from tests.algorithms.support import beside_the_impossible, fit, make_module, trained_a_little
 

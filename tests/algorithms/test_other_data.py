@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from comlrl_lightning import evaluate
 from comlrl_lightning.algorithms import MAGRPO, CooperativeModule
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from tests.algorithms.preferences import direct
 from tests.algorithms.support import ITEMS, make_module, make_trainer
 
@@ -58,6 +58,7 @@ def test_batches_of_other_data_modules_too(how: str) -> None:
         given(how, OwnData())
 
 
+@pytest.mark.filterwarnings("ignore:Trainer.* ends inside a round")
 def test_rounds_of_preferences_too() -> None:
     with pytest.raises(ValueError, match="A batch is dict, not task items"):
         given("fit", OwnData(), direct)

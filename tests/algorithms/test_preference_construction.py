@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic
-from comlrl_lightning.agents.reward_settings import JointRewardModel
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, SharedBase
 from comlrl_lightning.algorithms import MADPO, MARLHF, PREFERENCE_ALGORITHMS, PreferenceModule
-from comlrl_lightning.algorithms.hparams import to_plain
 from comlrl_lightning.algorithms.methods import ActorCritic, CriticFree
-from comlrl_lightning.collaboration import TaggedSections
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.critics.reward_settings import JointRewardModel
+from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic
+from comlrl_lightning.data.datamodule import TaskDataModule
+from comlrl_lightning.environment.joint_format import TaggedSections
 from comlrl_lightning.preferences.comparators import (
     APIComparator,
     Comparator,
@@ -28,6 +27,7 @@ from comlrl_lightning.preferences.comparators import (
     HistoryPolicy,
 )
 from comlrl_lightning.preferences.replay import AllHistory, CurrentRound, LambdaDecay, NearestK, Replay
+from comlrl_lightning.utilities.plain import to_plain
 from tests.algorithms.preferences import MAKERS, direct, indirect, same, trained
 from tests.algorithms.support import ITEMS, LORA, fit, make_trainer, tiny_agents, tiny_model, uneven_reward
 from tests.tiny_lm import save_tiny, tiny_tokenizer

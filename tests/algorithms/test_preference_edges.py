@@ -11,8 +11,6 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic
-from comlrl_lightning.agents.reward_settings import JointRewardModel
 from comlrl_lightning.agents.settings import SharedBase
 from comlrl_lightning.algorithms import (
     MADPO,
@@ -20,14 +18,16 @@ from comlrl_lightning.algorithms import (
     MARLHF,
     CooperativeModule,
     PreferenceModule,
-    preference_learner,
-    reward_learner,
 )
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.critics.reward_settings import JointRewardModel
+from comlrl_lightning.critics.settings import AdapterCritic
+from comlrl_lightning.data.datamodule import TaskDataModule
+from comlrl_lightning.learning import preferences as preference_learner
+from comlrl_lightning.learning import reward_model as reward_learner
 from comlrl_lightning.preferences.comparators import HistoryPolicy
 from comlrl_lightning.preferences.pairs import PreferencePair
 from comlrl_lightning.preferences.replay import AllHistory
-from comlrl_lightning.rollouts.types import Prompt
+from comlrl_lightning.types import Prompt
 from tests.algorithms.preferences import DEFAULTS, MAKERS, AtEnds, Rows, begun, direct, indirect, run, same, trained
 from tests.algorithms.support import ITEMS, LORA, fit, make_trainer, tiny_agents, uneven_reward
 from tests.tiny_lm import save_tiny, tiny_llama, tiny_tokenizer
@@ -140,13 +140,13 @@ class TestEpochs:
     def test_each_learning_epoch_is_one_pass_over_the_pairs(self, batch_size: int | None) -> None:
         module = direct(learning_epochs=2, train_batch_size=batch_size)
         taken: list[tuple[int, list[PreferencePair]]] = []
-        step: Any = module._optimizer_step
+        step: Any = module.optimizer_step_on
 
         def noted(learner: Any, rows: list[PreferencePair]) -> None:
             taken.append((module.current_epoch, rows))
             step(learner, rows)
 
-        module._optimizer_step = noted  # type: ignore[method-assign, assignment]
+        module.optimizer_step_on = noted  # type: ignore[method-assign, assignment]
         run(module)
         pairs = module.rounds.pairs
         orders = [[pair for epoch, rows in taken if epoch == wanted for pair in rows] for wanted in (1, 2)]

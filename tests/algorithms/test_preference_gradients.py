@@ -19,9 +19,9 @@ from torch import Tensor
 
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.algorithms import MADPO
-from comlrl_lightning.algorithms.preference_learner import PreferenceStats
+from comlrl_lightning.learning.preferences import PreferenceStats
 from comlrl_lightning.preferences.pairs import PreferencePair
-from comlrl_lightning.rollouts.types import Completion, Rollouts
+from comlrl_lightning.types import Completion, Rollouts
 from tests.algorithms.reference import Agent, Gradients
 from tests.algorithms.support import (
     ENDS,

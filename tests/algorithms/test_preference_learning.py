@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from comlrl_lightning import TaskDataModule, evaluate
-from comlrl_lightning.agents.reward_settings import JointRewardModel
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, SharedBase
 from comlrl_lightning.algorithms import MADPO, MARLHF, PreferenceModule
+from comlrl_lightning.critics.reward_settings import JointRewardModel
 from comlrl_lightning.preferences.comparators import (
     Comparator,
     CurrentPolicy,

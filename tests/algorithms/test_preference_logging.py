@@ -11,7 +11,7 @@ import torch
 
 from comlrl_lightning.algorithms import MADPO, PreferenceModule
 from comlrl_lightning.callbacks import EvalInterval, RolloutMetrics
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.evaluation import evaluate
 from comlrl_lightning.preferences.comparators import CurrentPolicy, FrozenCopy, HistoryPolicy
 from comlrl_lightning.rewards import WeightedRewards

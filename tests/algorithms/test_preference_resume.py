@@ -15,17 +15,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 
-from comlrl_lightning.agents.reward_settings import JointRewardModel
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.algorithms import MADPO, MARLHF, PreferenceModule
 from comlrl_lightning.algorithms.methods import ActorCritic
-from comlrl_lightning.algorithms.rounds import Phase
 from comlrl_lightning.callbacks import BatchCheckpoint
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.critics.reward_settings import JointRewardModel
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.preferences.comparators import HistoryPolicy
 from comlrl_lightning.preferences.pairs import PreferencePair, Round
 from comlrl_lightning.preferences.replay import AllHistory, LambdaDecay
-from comlrl_lightning.rollouts.types import Node
+from comlrl_lightning.preferences.rounds import Phase
+from comlrl_lightning.types import Node
 from tests.algorithms.support import MemoryLogger, make_trainer, tiny_agents, uneven_reward
 
 TASKS = [{"prompt": text} for text in ("hi", "there", "you", "all", "!")]

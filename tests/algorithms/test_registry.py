@@ -18,7 +18,7 @@ from comlrl_lightning.agents.settings import LoraSettings, SharedBase
 from comlrl_lightning.algorithms import MAGRPO, MARLOO, POLICY_GRADIENT_ALGORITHMS, CooperativeModule
 from comlrl_lightning.algorithms.checkpoint import check_settings
 from comlrl_lightning.callbacks import BatchCheckpoint
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.evaluation import evaluate
 from tests.algorithms.support import (
     ITEMS,

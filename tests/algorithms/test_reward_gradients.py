@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comlrl_lightning.agents.critic_settings import AdapterCritic, ModelCritic
-from comlrl_lightning.agents.reward_settings import JointRewardModel
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import LoraSettings, Separate
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.algorithms.reward_learner import LearnedReward, Moments, RewardLearner, build_reward_model
-from comlrl_lightning.collaboration import TaggedSections
+from comlrl_lightning.critics.reward_settings import JointRewardModel
+from comlrl_lightning.critics.settings import AdapterCritic, ModelCritic
+from comlrl_lightning.environment.joint_format import TaggedSections
+from comlrl_lightning.learning.reward_model import LearnedReward, Moments, RewardLearner, build_reward_model
 from comlrl_lightning.metrics import MetricTable
 from comlrl_lightning.preferences.pairs import PreferencePair
-from comlrl_lightning.rollouts.types import Completion, Prompt
+from comlrl_lightning.types import Completion, Prompt
 from tests.agents.critics import head_of, said, state_at
 from tests.agents.helpers import counting, model_of, shared_team, written
 from tests.algorithms.test_reward_learner import KEYS
@@ -204,7 +205,7 @@ class TestLearnedReward:
         texts = [[sample[agent].text for sample in samples] for agent in range(2)]
         values = reward(texts, item={"prompt": "unread"}, prompts=[chat, "b"], turn=1)
         torch.testing.assert_close(torch.tensor(values).double(), (learner.scores(samples) - 2) / 4)
-        assert (reward.per_agent, reward.part_names, reward.pop_parts()) == (False, (), {})
+        assert (reward.per_agent, reward.part_names) == (False, ())
         again = reward.of_trajectories(False, several_turns=False)
         assert again(texts, item={}, prompts=[chat, "b"], turn=1) == values
 
@@ -250,7 +251,7 @@ class TestLearnedReward:
 
 
 def test_agents_that_train_all_weights_need_another_model() -> None:
-    team = AgentTeam.build(Separate([tiny_llama(), tiny_llama(1)], tokenizers=[tiny_tokenizer(), tiny_tokenizer()]))
+    team = build_team(Separate([tiny_llama(), tiny_llama(1)], tokenizers=[tiny_tokenizer(), tiny_tokenizer()]))
     with pytest.raises(ValueError, match=r"JointRewardModel\(model=AdapterCritic\(\)\) needs a frozen model under it"):
         build_reward_model(JointRewardModel(), team, team.num_agents)
     learner = learner_of(team, JointRewardModel(another_model()))

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from comlrl_lightning.agents.heads import CriticTeam
-from comlrl_lightning.agents.reward_settings import JointRewardModel
-from comlrl_lightning.algorithms import reward_learner
-from comlrl_lightning.algorithms.reward_learner import Moments, RewardLearner
+from comlrl_lightning.critics.critics import CriticTeam
+from comlrl_lightning.critics.reward_settings import JointRewardModel
+from comlrl_lightning.learning import reward_model as reward_learner
+from comlrl_lightning.learning.reward_model import Moments, RewardLearner
 from comlrl_lightning.metrics import MetricTable
 from comlrl_lightning.preferences.pairs import PreferencePair
-from comlrl_lightning.rollouts.types import Completion
+from comlrl_lightning.types import Completion
 
 KEYS = ("reward_model/loss", "reward_model/accuracy", "reward_model/held_out_accuracy")
 

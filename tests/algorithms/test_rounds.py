@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from comlrl_lightning.algorithms import rounds
-from comlrl_lightning.algorithms.rounds import Phase, PhaseKind, RoundProgress, Schedule, needed, share
+from comlrl_lightning.preferences import rounds
 from comlrl_lightning.preferences.pairs import PreferencePair, Round, shuffled
 from comlrl_lightning.preferences.replay import AllHistory, CurrentRound, LambdaDecay, NearestK, Replay
+from comlrl_lightning.preferences.rounds import Phase, PhaseKind, RoundProgress, Schedule, needed, share
 from tests.preferences.support import pair, rounds_of
 
 KEY = (7, 3)

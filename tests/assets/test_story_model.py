@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from comlrl_lightning.assets import story_model_path, train_story_model
+from benchmarks import train_story_model
+from comlrl_lightning.assets import story_model_path
 from comlrl_lightning.assets.grammar import parses
 from comlrl_lightning.tasks import length_ratio
 

@@ -12,8 +12,8 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 
-from comlrl_lightning.data import TaskBatch, TaskDataModule
-from comlrl_lightning.rollouts.types import Completion, Node, Rollouts
+from comlrl_lightning.data.datamodule import TaskBatch, TaskDataModule
+from comlrl_lightning.types import Completion, Node, Rollouts
 
 ITEMS = [{"prompt": f"task {index}", "level": index} for index in range(8)]
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from comlrl_lightning.callbacks import BatchCheckpoint, RewardCurve
-from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.data.datamodule import TaskBatch
 from tests.callbacks.fakes import FakeModule, data, quiet_trainer
 
 

@@ -11,7 +11,7 @@ from lightning import LightningModule
 
 from comlrl_lightning.callbacks import EvalInterval, EvalMetrics
 from comlrl_lightning.callbacks.eval_metrics import completion_texts
-from comlrl_lightning.rollouts.types import Rollouts
+from comlrl_lightning.types import Rollouts
 from tests.callbacks.fakes import ITEMS, FakeModule, central_node, data, quiet_trainer
 
 

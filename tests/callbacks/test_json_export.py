@@ -15,7 +15,7 @@ from comlrl_lightning.callbacks import (
     RewardCurve,
     SaveAgents,
 )
-from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.data.datamodule import TaskBatch
 from tests.callbacks.fakes import FakeModule, data, quiet_trainer
 
 KEY = "eval/turn_1/reward_mean"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from comlrl_lightning.callbacks import JSONPredictions
-from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.data.datamodule import TaskBatch
 from tests.callbacks.fakes import FakeModule, data, quiet_trainer
 
 

@@ -9,7 +9,7 @@ import pytest
 from lightning import LightningModule
 
 from comlrl_lightning.callbacks import PreferenceRounds
-from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.data.datamodule import TaskBatch
 from comlrl_lightning.preferences.pairs import PreferencePair, Round
 from tests.callbacks.fakes import FakeModule, completion, data, quiet_trainer
 

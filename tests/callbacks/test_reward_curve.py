@@ -9,7 +9,7 @@ import pytest
 
 from comlrl_lightning.callbacks import EvalInterval, RewardCurve
 from comlrl_lightning.callbacks.reward_curve import moving_average
-from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.data.datamodule import TaskBatch
 from tests.callbacks.fakes import FakeModule, data, quiet_trainer
 
 

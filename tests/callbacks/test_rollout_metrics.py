@@ -9,7 +9,7 @@ import pytest
 
 from comlrl_lightning.callbacks import EvalInterval, RolloutMetrics, RolloutRecord
 from comlrl_lightning.callbacks.rollout_metrics import rollout_records
-from comlrl_lightning.rollouts.types import Rollouts
+from comlrl_lightning.types import Rollouts
 from tests.callbacks.fakes import ITEMS, FakeModule, central_node, data, node, quiet_trainer
 
 

@@ -13,9 +13,9 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 from comlrl_lightning.callbacks import CompletionsTable, EvalInterval, RolloutProgress
 from comlrl_lightning.callbacks.completions_table import completion_rows, show
-from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.data.datamodule import TaskBatch
 from comlrl_lightning.loggers import TaskWandbLogger
-from comlrl_lightning.rollouts.types import RolloutListener, Rollouts, prompt_text
+from comlrl_lightning.types import RolloutListener, Rollouts, prompt_text
 from tests.callbacks.fakes import ITEMS, FakeModule, central_node, data, quiet_trainer
 
 

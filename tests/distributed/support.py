@@ -13,9 +13,9 @@ from torch import Tensor
 
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.algorithms import CooperativeModule, PreferenceModule
-from comlrl_lightning.algorithms.rounds import RoundProgress
-from comlrl_lightning.data import TaskBatch, TaskDataModule
-from comlrl_lightning.rollouts.types import Rollouts
+from comlrl_lightning.data.datamodule import TaskBatch, TaskDataModule
+from comlrl_lightning.preferences.rounds import RoundProgress
+from comlrl_lightning.types import Rollouts
 from tests.algorithms.support import (
     MemoryLogger,
     RecordingSGD,

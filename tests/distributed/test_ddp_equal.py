@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from comlrl_lightning.agents.critic_settings import ValueHead
 from comlrl_lightning.algorithms import (
     ALGORITHMS,
     IAC,
@@ -18,6 +17,7 @@ from comlrl_lightning.algorithms import (
     PREFERENCE_ALGORITHMS,
     CooperativeModule,
 )
+from comlrl_lightning.critics.settings import ValueHead
 from tests.algorithms.support import RecordingSGD
 from tests.distributed.support import Fit, Gradients, Run, all_tokens, assert_in_step, tasks
 

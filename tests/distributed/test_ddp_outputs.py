@@ -27,7 +27,7 @@ from comlrl_lightning.callbacks import (
     RolloutRecord,
     SaveAgents,
 )
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.evaluation import evaluate
 from tests.algorithms.support import make_trainer
 from tests.distributed.launch import run_ranks

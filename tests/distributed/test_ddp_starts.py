@@ -10,7 +10,7 @@ import pytest
 
 from comlrl_lightning.algorithms import MADPO, MAGRPO, CooperativeModule
 from comlrl_lightning.callbacks import BatchCheckpoint
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.evaluation import evaluate
 from tests.algorithms.support import make_trainer, uneven_reward
 from tests.distributed.launch import run_alone

@@ -20,7 +20,7 @@ from comlrl_lightning.algorithms import (
     PREFERENCE_ALGORITHMS,
     CooperativeModule,
 )
-from comlrl_lightning.algorithms.optimization import average_gradients
+from comlrl_lightning.learning.gradients import average_gradients
 from tests.algorithms.support import RecordingSGD, beside_the_impossible
 from tests.distributed.launch import run_ranks
 from tests.distributed.support import Fit, Run, all_tokens, assert_in_step, tasks

@@ -17,16 +17,17 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from comlrl_lightning import ShardedParallel
-from comlrl_lightning.agents.critic_settings import ModelCritic, ValueHead
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, SharedBase
-from comlrl_lightning.agents.sharding import shard_frozen
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.algorithms import IAC, MAAC, MADPO, MAGRPO, MARLHF, CooperativeModule
 from comlrl_lightning.callbacks import BatchCheckpoint
-from comlrl_lightning.data import TaskDataModule
-from comlrl_lightning.distributed import meet_by, sum_over_ranks
+from comlrl_lightning.critics.settings import ModelCritic, ValueHead
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.evaluation import evaluate
 from comlrl_lightning.preferences.comparators import FixedModel, HistoryPolicy
+from comlrl_lightning.strategies.sharding import shard_frozen
+from comlrl_lightning.utilities.distributed import meet_by, sum_over_ranks
 from tests.algorithms.support import LORA, make_module, make_trainer, tiny_agents, tiny_model
 from tests.distributed.launch import run_ranks
 from tests.distributed.support import Fit, Run, all_tokens, assert_in_step, fit_on_rank, tasks
@@ -266,14 +267,14 @@ def test_evaluation_prediction_and_folders(tmp_path: Path) -> None:
     folders = [sorted(path.name for path in (tmp_path / name).iterdir() if path.is_dir()) for name in "12"]
     assert folders == [["agent_0", "agent_1", "critic"]] * 2
     agents = SharedBase(tiny_llama(), 2, tokenizer=tiny_tokenizer(), adapters=str(tmp_path / "2"))
-    team = AgentTeam.build(agents)
+    team = build_team(agents)
     for agent in range(2):
         for name, parameter in team.agent_parameters(agent).items():
             torch.testing.assert_close(parameter.detach(), parts[0][4][f"team.{name}"])
 
 
 def make_team(kind: str) -> AgentTeam:
-    return AgentTeam.build(tiny_agents("separate" if kind == "separate" else "shared", dtype=torch.float32))
+    return build_team(tiny_agents("separate" if kind == "separate" else "shared", dtype=torch.float32))
 
 
 def gradients_of_passes(orders: list[list[list[int]]], shards: bool) -> list[Tensor | None]:

@@ -17,10 +17,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, Timer
 
 from comlrl_lightning import MAAC, MADPO, MAGRPO, MARLHF, Sampling, SharedBase, TaskDataModule
-from comlrl_lightning.agents.reward_settings import JointRewardModel
 from comlrl_lightning.algorithms import CooperativeModule
 from comlrl_lightning.callbacks import BatchCheckpoint, EvalInterval
-from comlrl_lightning.data import TaskBatch
+from comlrl_lightning.critics.reward_settings import JointRewardModel
+from comlrl_lightning.data.datamodule import TaskBatch
 from tests.algorithms.support import ENDS, LORA, make_trainer, uneven_reward
 from tests.tiny_lm import tiny_llama, tiny_tokenizer
 
@@ -190,14 +190,14 @@ class FailsEarly(Stopper):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         assert isinstance(pl_module, CooperativeModule)
         if self.goal.is_here(trainer):
-            collect = pl_module._train_on
+            collect = pl_module.train_on
 
             def fail(*args: Any) -> None:
-                vars(pl_module)["_optimizer_step"] = self.raise_error
+                vars(pl_module)["optimizer_step_on"] = self.raise_error
                 collect(*args)
                 self.raise_error()
 
-            vars(pl_module)["_train_on"] = fail
+            vars(pl_module)["train_on"] = fail
 
     def raise_error(self, *args: Any) -> None:
         raise PowerCut
@@ -212,13 +212,13 @@ class FailsLate(Stopper):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         assert isinstance(pl_module, CooperativeModule)
         if self.goal.is_here(trainer):
-            train = pl_module._train_on
+            train = pl_module.train_on
 
             def fail(*args: Any) -> None:
                 train(*args)
                 raise PowerCut
 
-            vars(pl_module)["_train_on"] = fail
+            vars(pl_module)["train_on"] = fail
 
     def end(self, trainer: Trainer) -> None:
         raise PowerCut

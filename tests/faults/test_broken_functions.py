@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from comlrl_lightning.rollouts.scoring import RewardWorkers
+from comlrl_lightning.environment.reward_workers import RewardWorkers
 from tests.faults.registry import Refused, faults
 from tests.rollouts.fakes import FakeTeam, make_collector
 from tests.waiting import HANG_SECONDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -215,7 +215,7 @@ CASES = (
         "a reward of a script, loaded in another one",
         "reward_func was __main__.reward, formatters was __main__.brief when the checkpoint was saved, whose names in a"
         " script lead nowhere in another one. Pass reward_func=, formatters= to load it",
-        lambda folder: MAGRPO(tiny_agents(), "__main__.reward", formatters="__main__.brief"),
+        lambda folder: MAGRPO(tiny_agents(), cast("Any", "__main__.reward"), formatters=cast("Any", "__main__.brief")),
     ),
     Refused(
         "checkpoints",

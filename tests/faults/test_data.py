@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.evaluation import evaluate
 from tests.faults.registry import Refused, faults
 from tests.faults.runs import new_module
@@ -78,7 +79,7 @@ DATA = (
 
 def build(settings: SharedBase | Separate) -> AgentTeam:
     """Load the models."""
-    return AgentTeam.build(settings)
+    return build_team(settings)
 
 
 def adapter_of_nothing(folder: Path) -> None:

@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from comlrl_lightning.callbacks import EvalMetrics, RolloutMetrics
-from comlrl_lightning.collaboration import TaggedSections, merged_prompt
-from comlrl_lightning.interface import Formatters, Transition
-from comlrl_lightning.reward_function import RewardCall, RewardFunction
-from comlrl_lightning.rollouts.scoring import RewardWorkers
+from comlrl_lightning.environment.joint_format import TaggedSections, merged_prompt
+from comlrl_lightning.environment.prompts import Formatters, Transition
+from comlrl_lightning.environment.reward import RewardCall, RewardFunction
+from comlrl_lightning.environment.reward_workers import RewardWorkers
 from tests.rollouts.fakes import FakeTeam, make_collector
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype", "ignore:.*CSR tensor support")
@@ -230,7 +230,7 @@ class TestFunctions:
     @given(ITEMS)
     @cases(150)
     def test_the_default_formatter(self, item: Mapping[str, Any]) -> None:
-        label = "formatters=comlrl_lightning.interface.read_prompt"
+        label = "formatters=comlrl_lightning.environment.prompts.read_prompt"
         keys: dict[Any, Any] = {**item, 5: "a key that cannot be sorted among texts"}
         prompt = outcome(lambda: Formatters(None, 1).format(keys, 0, item_index=3, turn=1), label, None)
         assert prompt is None or is_writable(prompt)

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, callbacks
 
 from comlrl_lightning.algorithms import MAGRPO
 from comlrl_lightning.callbacks import EvalInterval
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from tests.algorithms.support import ITEMS, MemoryLogger, make_module, make_trainer
 from tests.faults.registry import Fault, Refused, faults
 

@@ -21,7 +21,7 @@ from lightning.pytorch import Callback, Trainer
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.algorithms import MADPO, MAGRPO, CooperativeModule
 from comlrl_lightning.callbacks.support import batches_trained
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from tests.algorithms.support import make_trainer, tiny_agents, uneven_reward
 from tests.faults.registry import Fault, faults
 from tests.waiting import PATIENCE_SECONDS

@@ -14,7 +14,7 @@ import pytest
 from lightning import Callback
 
 from comlrl_lightning.callbacks import CompletionsTable, EvalInterval, JSONExport, PreferenceRounds, RewardCurve
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.files import Place
 from tests.callbacks.fakes import FakeModule, data, quiet_trainer
 from tests.callbacks.test_preference_rounds import Learner

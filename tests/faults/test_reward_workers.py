@@ -12,9 +12,9 @@ import torch
 
 from comlrl_lightning.algorithms import CooperativeModule
 from comlrl_lightning.algorithms.actor_critic import IAC
+from comlrl_lightning.algorithms.critic_free import MAGRPO
 from comlrl_lightning.algorithms.marlhf import MARLHF
-from comlrl_lightning.algorithms.reinforce import MAGRPO
-from comlrl_lightning.data import TaskDataModule
+from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.rewards import WeightedRewards
 from tests.algorithms.support import fit, make_module, make_trainer, uneven_reward, weights
 from tests.rollouts.scoring import limit_only
@@ -91,6 +91,7 @@ def test_another_number_of_workers_goes_on_from_a_checkpoint(tmp_path: Path) -> 
         "reward_backend": "thread",
         "reward_timeout_seconds": None,
         "reward_timeout_value": None,
+        "reward_none": "error",
     }
     again = make_trainer(max_epochs=2)
     again.fit(make_module(MAGRPO), TaskDataModule(ITEMS, batch_size=2), ckpt_path=tmp_path / "run.ckpt")
@@ -111,5 +112,5 @@ def test_a_learned_reward_stays_with_its_weights() -> None:
     module = make_module(MARLHF, **PROCESSES)
     assert isinstance(module, MARLHF)
     module.configure_model()
-    assert module.interface.workers.num_workers == 2
-    assert module._learned_interface().workers.num_workers == 0
+    assert module.functions.workers.num_workers == 2
+    assert module._learned_functions().workers.num_workers == 0

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from comlrl_lightning import wandb_logger
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import LoraSettings, Sampling, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.algorithms import IAC, MADPO, MAGRPO, CooperativeModule
@@ -44,7 +45,7 @@ def one_adapter_folder(folder: Path) -> None:
 
 def built(model: Any = None, **settings: Any) -> AgentTeam:
     """Two agents on a tiny model."""
-    return AgentTeam.build(SharedBase(model or tiny_llama(), 2, tokenizer=tiny_tokenizer(), **settings))
+    return build_team(SharedBase(model or tiny_llama(), 2, tokenizer=tiny_tokenizer(), **settings))
 
 
 def with_nan() -> Any:
@@ -306,7 +307,7 @@ CALLBACKS = (
     Refused(
         "loggers",
         "a misspelled key",
-        "wandb_config has unknown keys ['projct']. Allowed: project, entity, name, run_name",
+        "wandb_config has unknown keys ['projct']. Allowed: name, run_name",
         lambda _: wandb_logger({"projct": "p"}),
     ),
     Refused(
@@ -333,8 +334,10 @@ PREFERENCES = (
     Refused(
         "preferences",
         "several turns",
-        "MADPO(num_turns=...) has no such setting: preferences are about one turn. Leave it out.",
+        "MADPO(num_turns=...) has no such setting. It is one of IAC or MAAC or MAGRPO or MAREINFORCE or MARLOO or"
+        " MAReMax: give it there, or leave it out.",
         lambda _: make(MADPO, num_turns=2),
+        TypeError,
     ),
     Refused(
         "preferences",

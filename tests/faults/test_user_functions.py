@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from comlrl_lightning.agents.prompts import PromptEncoder
-from comlrl_lightning.calls import Place
-from comlrl_lightning.interface import Formatters, Transition
-from comlrl_lightning.reward_function import RewardFunction
-from comlrl_lightning.rollouts.scoring import RewardWorkers
+from comlrl_lightning.environment.prompts import Formatters, Transition
+from comlrl_lightning.environment.reward import RewardFunction
+from comlrl_lightning.environment.reward_workers import RewardWorkers
+from comlrl_lightning.utilities.calls import Place
 from tests.faults.registry import Fault, Refused, faults
 from tests.rollouts.fakes import FakeTeam, make_collector
 from tests.rollouts.reward_functions import as_told

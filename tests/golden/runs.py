@@ -241,7 +241,7 @@ CASES: dict[str, Case] = {
         MARLHF,
         {
             "reward_model": REWARD_MODEL,
-            "policy": ActorCritic("MAAC", CRITIC, critic_learning_rate=0.05),
+            "policy": ActorCritic("MAAC", critic=CRITIC, critic_learning_rate=0.05),
             "preference_scoring": "reward_model",
         },
         num_items=2,

@@ -7,14 +7,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from comlrl_lightning.agents.generation import GenerationRequest
+from comlrl_lightning.agents.engine import GenerationRequest
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.preferences.comparators import (
     APIComparator,
     Comparator,
 )
-from comlrl_lightning.rollouts.types import Completion, Prompt
+from comlrl_lightning.types import Completion, Prompt
 from tests.agents.helpers import flat
 from tests.tiny_lm import tiny_tokenizer
 

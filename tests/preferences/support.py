@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from comlrl_lightning.preferences.pairs import PreferencePair, Round
-from comlrl_lightning.rollouts.types import Completion, Node
+from comlrl_lightning.types import Completion, Node
 
 
 def completion(agent: int, text: str, token: int = 0) -> Completion:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from comlrl_lightning.collaboration import TaggedSections
+from comlrl_lightning.environment.joint_format import TaggedSections
 from comlrl_lightning.preferences.api import ChatError
-from comlrl_lightning.preferences.foreign import SectionCounts
-from comlrl_lightning.rollouts.types import Completion
+from comlrl_lightning.preferences.external import SectionCounts
+from comlrl_lightning.types import Completion
 from tests.agents.helpers import flat, shared_team
 from tests.preferences.asking import EOS, KEY, SAMPLING, api, asked, ids_of
 from tests.preferences.chat_server import Reply, anthropic_reply, chat_server, openai_reply

@@ -12,10 +12,10 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
+from comlrl_lightning.agents.loading import build_team
 from comlrl_lightning.agents.settings import Sampling, Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.algorithms.hparams import from_plain, to_plain
-from comlrl_lightning.collaboration import TaggedSections
+from comlrl_lightning.environment.joint_format import TaggedSections
 from comlrl_lightning.preferences.comparators import (
     APIComparator,
     Comparator,
@@ -24,8 +24,9 @@ from comlrl_lightning.preferences.comparators import (
     FrozenCopy,
     HistoryPolicy,
 )
-from comlrl_lightning.preferences.foreign import SectionCounts
-from comlrl_lightning.rollouts.types import Completion
+from comlrl_lightning.preferences.external import SectionCounts
+from comlrl_lightning.types import Completion
+from comlrl_lightning.utilities.plain import from_plain, to_plain
 from tests.agents.helpers import flat, shared_team, stir
 from tests.preferences.asking import EOS, KEY, SAMPLING, api, asked, ids_of, said
 from tests.tiny_lm import tiny_qwen2, tiny_tokenizer
@@ -117,7 +118,7 @@ def test_a_fixed_model_answers_in_the_agents_tokens(folder: str) -> None:
     comparator.begin_round(0, team)
     spoken = said(comparator, team)
     # The same tokenizer: the tokens are those that the model sampled, which a team of it samples too.
-    alone = AgentTeam.build(SharedBase(folder, 2))
+    alone = build_team(SharedBase(folder, 2))
     expected = flat(alone.generate(asked(), SAMPLING))
     assert [completion.token_ids for completion in spoken] == [completion.token_ids for completion in expected]
     assert [completion.text for completion in spoken] == [completion.text for completion in expected]
@@ -148,7 +149,7 @@ def test_a_fixed_model_with_other_tokens_is_encoded_again() -> None:
         return SharedBase(tiny_qwen2(seed=5), 2, tokenizer=tiny_tokenizer(reverse=True))
 
     spoken = said(FixedModel(other()), shared_team())
-    alone = flat(AgentTeam.build(other()).generate(asked(), SAMPLING))
+    alone = flat(build_team(other()).generate(asked(), SAMPLING))
     for completion, original in zip(spoken, alone, strict=True):
         ids = ids_of(original.text) + (() if original.truncated else (EOS,))
         assert completion.token_ids == ids[: SAMPLING.max_new_tokens]
@@ -162,7 +163,7 @@ def test_a_fixed_model_may_sample_otherwise(folder: str) -> None:
     spoken = said(FixedModel(SharedBase(folder, 2), sampling=greedy), team)
     # Both samples of a prompt are the same.
     assert spoken[0].token_ids == spoken[1].token_ids
-    expected = flat(AgentTeam.build(SharedBase(folder, 2)).generate(asked(), greedy))
+    expected = flat(build_team(SharedBase(folder, 2)).generate(asked(), greedy))
     assert [completion.token_ids for completion in spoken] == [completion.token_ids for completion in expected]
 
 
@@ -232,7 +233,7 @@ def test_comparators_are_nameable_from_yaml() -> None:
         (
             f"{{class_path: {module}FixedModel, init_args: {{agents: {{class_path: "
             "comlrl_lightning.agents.settings.SharedBase, init_args: {model: a/b, num_agents: 1}}, generation: "
-            "{class_path: comlrl_lightning.collaboration.TaggedSections, init_args: {tag: 'role_{i}'}}}}",
+            "{class_path: comlrl_lightning.environment.joint_format.TaggedSections, init_args: {tag: 'role_{i}'}}}}",
             FixedModel(SharedBase("a/b", 1), generation=TaggedSections("role_{i}")),
         ),
     ]:

@@ -8,16 +8,16 @@ from typing import Any, cast
 
 import pytest
 
-from comlrl_lightning.agents.generation import GenerationRequest
+from comlrl_lightning.agents.engine import GenerationRequest
 from comlrl_lightning.agents.settings import Sampling, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
-from comlrl_lightning.collaboration import TaggedSections
+from comlrl_lightning.environment.joint_format import TaggedSections
 from comlrl_lightning.preferences.api import Answer
 from comlrl_lightning.preferences.comparators import (
     FixedModel,
 )
-from comlrl_lightning.preferences.foreign import SectionCounts, adopted
-from comlrl_lightning.rollouts.types import Completion, Prompt
+from comlrl_lightning.preferences.external import SectionCounts, adopted
+from comlrl_lightning.types import Completion, Prompt
 from tests.agents.helpers import flat, shared_team
 from tests.preferences.asking import EOS, SAMPLING, asked, ids_of, said
 from tests.tiny_lm import tiny_llama, tiny_tokenizer

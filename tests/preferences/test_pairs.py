@@ -21,7 +21,7 @@ from comlrl_lightning.preferences.pairs import (
     candidate_pairs,
     compared_pairs,
 )
-from comlrl_lightning.rollouts.types import Completion, Node
+from comlrl_lightning.types import Completion, Node
 from tests.preferences.support import completion, indices, node, pair
 
 NAN, INF = math.nan, math.inf

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from jsonargparse import ArgumentParser
 
-from comlrl_lightning.algorithms.hparams import from_plain, to_plain
 from comlrl_lightning.preferences.pairs import PreferencePair, Round
 from comlrl_lightning.preferences.replay import (
     AllHistory,
@@ -22,6 +21,7 @@ from comlrl_lightning.preferences.replay import (
     draw_pairs,
     round_weights,
 )
+from comlrl_lightning.utilities.plain import from_plain, to_plain
 from tests.preferences.support import rounds_of
 
 KEY = (7, 2)

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from comlrl_lightning.agents.generation import Finished, GenerationRequest
+from comlrl_lightning.agents.engine import Finished, GenerationRequest
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.collaboration import JointFormat, TaggedSections
-from comlrl_lightning.interface import Formatters, RewardFunction, Transition
-from comlrl_lightning.rollouts.collect import Collector, RolloutShape, TaskInterface
-from comlrl_lightning.rollouts.scoring import RewardWorkers
-from comlrl_lightning.rollouts.types import Completion, Prompt
+from comlrl_lightning.environment.functions import TaskFunctions
+from comlrl_lightning.environment.joint_format import JointFormat, TaggedSections
+from comlrl_lightning.environment.prompts import Formatters, RewardFunction, Transition
+from comlrl_lightning.environment.reward_workers import RewardWorkers
+from comlrl_lightning.rollouts.collect import Collector, RolloutShape
+from comlrl_lightning.types import Completion, Prompt
 
 KEY = (7, 0, 3)
 """Seed, stage and epoch that the collectors of these tests put in front of every key."""
@@ -138,7 +139,7 @@ def make_collector(
     num_agents = team.num_agents
     if isinstance(team, CentralTeam):
         num_agents, joint_format = team.num_roles, joint_format or TaggedSections()
-    interface = TaskInterface(
+    interface = TaskFunctions(
         Formatters(formatters, num_agents),
         RewardFunction(reward or Recorder(), num_agents, processor, per_agent=per_agent, none_as_nan=none_as_nan),
         Transition(transition or World(), num_agents),

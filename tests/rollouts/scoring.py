@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import pytest
 
-from comlrl_lightning.reward_function import RewardCall, RewardFunction
-from comlrl_lightning.rollouts.scoring import RewardWorkers
-from comlrl_lightning.rollouts.workers import _Worker
+from comlrl_lightning.environment.reward import RewardCall, RewardFunction
+from comlrl_lightning.environment.reward_dispatch import _Worker
+from comlrl_lightning.environment.reward_workers import RewardWorkers
 
 Backend = Literal["thread", "process"]
 WAYS: list[tuple[int, Backend]] = [(0, "thread"), (1, "thread"), (3, "thread"), (2, "process")]

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from comlrl_lightning.agents.generation import Finished, GenerationRequest
+from comlrl_lightning.agents.engine import Finished, GenerationRequest
 from comlrl_lightning.agents.settings import Sampling
+from comlrl_lightning.environment.reward_workers import RewardWorkers
 from comlrl_lightning.rollouts.collect import Collector
-from comlrl_lightning.rollouts.scoring import RewardWorkers
-from comlrl_lightning.rollouts.types import Completion, Rollouts
+from comlrl_lightning.types import Completion, Rollouts
 from tests.rollouts.fakes import CentralTeam, FakeTeam, make_collector
 from tests.waiting import eventually
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from comlrl_lightning.rollouts.buffer import CreditedNode, assign_credit
-from comlrl_lightning.rollouts.types import Rollouts
+from comlrl_lightning.rollouts.credit import CreditedNode, assign_credit
+from comlrl_lightning.types import Rollouts
 from tests.rollouts.fakes import FakeTeam, Recorder, make_collector
 
 ITEM = {"prompt": "p"}

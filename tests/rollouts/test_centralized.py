@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from comlrl_lightning.algorithms.recording import prediction, record_unparsed
-from comlrl_lightning.collaboration import TaggedSections
+from comlrl_lightning.environment.joint_format import TaggedSections
 from comlrl_lightning.metrics import MetricTable
-from comlrl_lightning.rollouts.buffer import CreditedNode, assign_credit
-from comlrl_lightning.rollouts.types import Node, Prompt, Rollouts, merge_rollouts, texts
+from comlrl_lightning.rollouts.credit import CreditedNode, assign_credit
+from comlrl_lightning.rollouts.recording import prediction, record_unparsed
+from comlrl_lightning.types import Node, Prompt, Rollouts, merge_rollouts, texts
 from tests.rollouts.fakes import KEY, CentralTeam, FakeTeam, Formatter, Recorder, World, make_collector
 
 ITEM = {"prompt": "p"}

@@ -8,7 +8,7 @@ import pytest
 
 from comlrl_lightning.rewards import RewardProcessors
 from comlrl_lightning.rollouts.collect import RolloutShape
-from comlrl_lightning.rollouts.types import Node
+from comlrl_lightning.types import Node
 from tests.rollouts.fakes import KEY, SAMPLING, FakeTeam, Formatter, Recorder, World, make_collector
 
 ITEM = {"prompt": "p", "target": 3}

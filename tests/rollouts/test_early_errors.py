@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.collaboration import TaggedSections
+from comlrl_lightning.environment.joint_format import TaggedSections
+from comlrl_lightning.environment.reward_workers import RewardWorkers
 from comlrl_lightning.rollouts.collect import Collector
-from comlrl_lightning.rollouts.scoring import RewardWorkers
 from tests.agents.helpers import shared_team
 from tests.rollouts.fakes import FakeTeam, make_collector
 from tests.rollouts.reward_functions import as_told, lengths
@@ -100,7 +100,7 @@ class TestErrors:
         with torch.no_grad():
             next(iter(team.agent_parameters(1).values())).fill_(float("nan"))
         base = make_collector(FakeTeam(2), lengths, workers=RewardWorkers(2))
-        collector = Collector(team, base.interface, base.shape, Sampling(max_new_tokens=20), (7,))
+        collector = Collector(team, base.functions, base.shape, Sampling(max_new_tokens=20), (7,))
         with pytest.raises(FloatingPointError, match="agent_1 gives logits"):
             collector.collect(items(2), range(2))
 
@@ -109,8 +109,8 @@ SCRIPT = """
 import sys, time
 
 if __name__ == "__main__":
-    from comlrl_lightning.reward_function import RewardFunction
-    from comlrl_lightning.rollouts.scoring import RewardWorkers
+    from comlrl_lightning.environment.reward import RewardFunction
+    from comlrl_lightning.environment.reward_workers import RewardWorkers
     from tests.rollouts.reward_functions import lengths
 
     with RewardWorkers(2, "process").open(RewardFunction(lengths, 1), 2):

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.collaboration import TaggedSections
-from comlrl_lightning.reward_function import RewardCall, RewardFunction
+from comlrl_lightning.environment.joint_format import TaggedSections
+from comlrl_lightning.environment.reward import RewardCall, RewardFunction
+from comlrl_lightning.environment.reward_workers import RewardWorkers
 from comlrl_lightning.rollouts.collect import Collector
-from comlrl_lightning.rollouts.scoring import RewardWorkers
-from comlrl_lightning.rollouts.types import Rollouts
+from comlrl_lightning.types import Rollouts
 from tests.agents.test_generation import ending_team
 from tests.rollouts.fakes import FakeTeam, make_collector
 from tests.rollouts.reward_functions import as_told, lengths, touches
@@ -123,10 +123,10 @@ class TestOverlap:
         real = ending_team()
         plain, early = (make_collector(FakeTeam(2), reward, workers=RewardWorkers(number)) for number in (0, 2))
         sampling = Sampling(max_new_tokens=120, stop=tuple("abcdefghij"))
-        found = Collector(Heard(FakeTeam(2)), early.interface, early.shape, sampling, (7,), progress)
+        found = Collector(Heard(FakeTeam(2)), early.functions, early.shape, sampling, (7,), progress)
         nodes = found.collect(items(8), range(8)).nodes
         assert trace.index("reward") < len(trace) - 1 - trace[::-1].index("token")
-        assert Collector(real, plain.interface, plain.shape, sampling, (7,)).collect(items(8), range(8)).nodes == nodes
+        assert Collector(real, plain.functions, plain.shape, sampling, (7,)).collect(items(8), range(8)).nodes == nodes
 
     def test_without_workers_nothing_is_told(self) -> None:
         def reward(first: list[str]) -> list[float]:

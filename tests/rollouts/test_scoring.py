@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from comlrl_lightning.reward_function import RewardFunction
-from comlrl_lightning.rewards import WeightedRewards
-from comlrl_lightning.rollouts.processes import WorkerTraceback
-from comlrl_lightning.rollouts.scoring import RewardWorkers
+from comlrl_lightning.environment.reward import RewardFunction
+from comlrl_lightning.environment.reward_processes import WorkerTraceback
+from comlrl_lightning.environment.reward_workers import RewardWorkers
+from comlrl_lightning.rewards import PartSums, WeightedRewards, part_means
 from tests.rollouts.fakes import FakeTeam, make_collector
 from tests.rollouts.reward_functions import (
     as_told,
@@ -62,16 +62,18 @@ class TestTheSameRewards:
         calls = calls_of(*[{}] * 7, num_agents=2, num_joint=3)
         weighted = WeightedRewards({"halves": halves, "lengths": lengths}, [0.1, 0.7])
         reward = RewardFunction(weighted, 2, processor=lambda value: value * 10)
-        rows = RewardWorkers(num_workers, backend).score(reward, calls).rows
+        scores = RewardWorkers(num_workers, backend).score(reward, calls)
+        rows = scores.rows
         # Joint completions of 2, 4 and 6 characters: item 1 gets 10 * (0.1 * (1 + 2/3) + 0.7 * 2) = 15.67 first,
         # then 10 * (0.1 * (1 + 4/3) + 0.7 * 4) = 30.33 and 10 * (0.1 * 3 + 0.7 * 6) = 45.
         assert [value for (value,) in rows[1]] == pytest.approx([15.6667, 30.3333, 45.0], abs=1e-3)
         # Halves: the mean number 3 plus the mean length 4 / 3.
-        parts = reward.pop_parts()
+        parts = part_means(scores.parts)
         assert parts == pytest.approx({"halves": 3 + 4 / 3, "lengths": 4.0})
         plain = RewardFunction(WeightedRewards({"halves": halves, "lengths": lengths}, [0.1, 0.7]), 2, lambda x: x * 10)
-        assert rows == RewardWorkers().score(plain, calls).rows
-        assert parts == plain.pop_parts()  # to the last bit
+        in_place = RewardWorkers().score(plain, calls)
+        assert rows == in_place.rows
+        assert parts == part_means(in_place.parts)  # to the last bit
 
     @pytest.mark.parametrize("num_workers", [0, 4])
     def test_processors_run_in_the_order_of_the_nodes(self, num_workers: int) -> None:
@@ -229,7 +231,9 @@ class TestTimeouts:
     def test_the_limit_is_for_each_call(self, seconds: float, num_late: int, monkeypatch: pytest.MonkeyPatch) -> None:
         # Four calls of 0.04 s by one worker: none takes 0.1 s, all together take 0.16 s. Only they move the clock.
         now, done = [0.0], threading.Event()
-        monkeypatch.setattr("comlrl_lightning.rollouts.workers.time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr(
+            "comlrl_lightning.environment.reward_dispatch.time", SimpleNamespace(monotonic=lambda: now[0])
+        )
 
         def reward(first: list[str]) -> list[float]:
             now[0] += seconds
@@ -253,12 +257,12 @@ class TestTimeouts:
 
         reward = RewardFunction(WeightedRewards({"slow": slow}), 1)
         workers = RewardWorkers(2, "thread", 0.3, 50.0)
-        assert workers.score(reward, calls_of({}, {})).rows == [[[50.0]] * 2, [[1.0]] * 2]
+        scores = workers.score(reward, calls_of({}, {}))
+        assert scores.rows == [[[50.0]] * 2, [[1.0]] * 2]
         goes_on.set()
         assert eventually(lambda: not set(threading.enumerate()) - before)
         # Two joint completions of the second call; the first call's would make it four, with the same mean.
-        assert reward.pop_parts() == {"slow": 1.0}
-        assert reward.pop_parts() == {}
+        assert scores.parts == [PartSums({"slow": 2.0}, 2)]
 
     def test_rollouts_count_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
         limit_only(monkeypatch, lambda call: (call.turn, call.item["prompt"]) == (2, "q"))

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from comlrl_lightning.reward_function import RewardFunction
-from comlrl_lightning.rollouts.scoring import RewardWorkers
+from comlrl_lightning.environment.reward import RewardFunction
+from comlrl_lightning.environment.reward_workers import RewardWorkers
 from tests.rollouts.reward_functions import (
     Counter,
     OddError,
@@ -112,8 +112,8 @@ SCRIPT = """
 import os, sys, threading
 
 if __name__ == "__main__":
-    from comlrl_lightning.reward_function import RewardCall, RewardFunction
-    from comlrl_lightning.rollouts.scoring import RewardWorkers
+    from comlrl_lightning.environment.reward import RewardCall, RewardFunction
+    from comlrl_lightning.environment.reward_workers import RewardWorkers
     from tests.rollouts.reward_functions import as_told
 
     backend, number = sys.argv[1], int(sys.argv[2])

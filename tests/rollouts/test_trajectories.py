@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from comlrl_lightning.rollouts.buffer import CreditedNode, Critique, assign_credit
 from comlrl_lightning.rollouts.collect import RolloutShape
-from comlrl_lightning.rollouts.types import Node
+from comlrl_lightning.rollouts.credit import CreditedNode, Critique, assign_credit
+from comlrl_lightning.types import Node
 from tests.rollouts.fakes import KEY, FakeTeam, Recorder, World, make_collector
 
 ITEM = {"prompt": "p"}

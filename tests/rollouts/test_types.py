@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from comlrl_lightning.rollouts.buffer import CreditedNode, assign_credit
-from comlrl_lightning.rollouts.types import Rollouts, joint_indices, merge_rollouts, texts
+from comlrl_lightning.rollouts.credit import CreditedNode, assign_credit
+from comlrl_lightning.types import Rollouts, joint_indices, merge_rollouts, texts
 from tests.rollouts.fakes import FakeTeam, make_collector
 
 

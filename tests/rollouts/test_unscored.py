@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from comlrl_lightning.algorithms import IAC, MADPO, MAGRPO
-from comlrl_lightning.algorithms.hparams import from_plain
+from comlrl_lightning.environment.reward_workers import RewardWorkers
 from comlrl_lightning.functional import group_advantages
 from comlrl_lightning.preferences.pairs import candidate_pairs
 from comlrl_lightning.rewards import WeightedRewards
-from comlrl_lightning.rollouts.buffer import assign_credit
-from comlrl_lightning.rollouts.scoring import RewardWorkers
-from comlrl_lightning.rollouts.types import Rollouts, merge_rollouts
+from comlrl_lightning.rollouts.credit import assign_credit
+from comlrl_lightning.types import Rollouts, merge_rollouts
+from comlrl_lightning.utilities.plain import from_plain
 from tests.algorithms.preferences import direct
 from tests.algorithms.support import ITEMS as TASKS
 from tests.algorithms.support import MemoryLogger, make_module, make_trainer
@@ -119,8 +119,9 @@ def test_processors_and_workers() -> None:
 def test_parts_of_a_sum_count_what_is_left() -> None:
     parts = WeightedRewards({"x": Table({"a1 b1": None, "a2 b2": 2}), "y": Table({"a1 b1": 8})}, [1.0, 10.0])
     collector = make_collector(FakeTeam(2), parts, none_as_nan=True)
-    assert collector.collect([{"prompt": "p"}], [5]).nodes[0].rewards == (12.0,)
-    assert parts.pop_parts() == {"x": 2.0, "y": 1.0}
+    rollouts = collector.collect([{"prompt": "p"}], [5])
+    assert rollouts.nodes[0].rewards == (12.0,)
+    assert rollouts.reward_parts == {"x": 2.0, "y": 1.0}
     with pytest.raises(ValueError, match="gave None"):
         make_collector(FakeTeam(2), parts).collect([{"prompt": "p"}], [5])
 

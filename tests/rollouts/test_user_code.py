@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from comlrl_lightning.rollouts.modes import user_code
+from comlrl_lightning.environment.torch_modes import user_code
 from tests.rollouts.fakes import FakeTeam, make_collector
 
 

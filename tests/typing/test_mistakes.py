@@ -23,9 +23,6 @@ def test_four_mistakes_of_each_of_four_classes() -> None:
 
 
 @pytest.mark.timeout(1800)  # without a cache mypy reads torch and lightning first
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the constructors of the algorithms take arguments of any name and type"
-)
 def test_mypy_reports_the_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     report, errors, _ = api.run([str(MISTAKES.relative_to(ROOT)), "--strict"])

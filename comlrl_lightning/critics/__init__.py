@@ -1,0 +1,1 @@
+"""Critics and the joint reward model."""

@@ -1,0 +1,1 @@
+"""Task items on their way to the module."""

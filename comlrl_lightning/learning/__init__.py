@@ -1,0 +1,1 @@
+"""Credit, losses and optimizer steps as plain objects, independent of Lightning modules."""

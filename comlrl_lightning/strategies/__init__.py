@@ -1,0 +1,1 @@
+"""Lightning strategies: agents on devices of their own, frozen weights in shards."""

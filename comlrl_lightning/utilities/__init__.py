@@ -1,0 +1,1 @@
+"""Checks of arguments, calls of user functions, communication between ranks, random streams."""
