@@ -154,12 +154,10 @@ class OverTrained(Callback, Generic[C]):
         self.inner.load_state_dict({name: value for name, value in state_dict.items() if name != EPOCHS})
 
     def catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do what a run has left out that goes on from the last batch of an epoch, in front of the next one."""
+        """End the epoch whose last batch a run goes on from, in front of the next one."""
         begun, ended = self._epochs
-        if begun < trainer.current_epoch:
-            if ended < begun:
-                self.end_epoch(begun, TrainedWeights(pl_module))
-            self.on_train_epoch_start(trainer, pl_module)
+        if ended < begun < trainer.current_epoch:
+            self.end_epoch(begun, TrainedWeights(pl_module))
 
     def end_epoch(self, epoch: int, weights: TrainedWeights) -> None:
         """Do what the callback does at the end of an epoch."""
@@ -167,9 +165,11 @@ class OverTrained(Callback, Generic[C]):
 
 def _hook_of_inner(name: str) -> Callable[..., None]:
     def hook(self: OverTrained[C], trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        if name == "on_train_batch_start":
+        if name == "on_train_batch_start" and self._epochs[0] < trainer.current_epoch:
+            self.on_train_epoch_start(trainer, pl_module)  # Lightning leaves it out where a run goes on
+        if name == "on_train_epoch_start":
             self.catch_up(trainer, pl_module)
-        elif name in EPOCH_HOOKS:
+        if name in EPOCH_HOOKS:
             self._epochs[EPOCH_HOOKS.index(name)] = trainer.current_epoch
         methodcaller(name, trainer, TrainedWeights(pl_module), *args, **kwargs)(self.inner)
 

@@ -68,6 +68,7 @@ from comlrl_lightning.rollouts.recording import (
 from comlrl_lightning.tasks.task import FUNCTIONS, Task, load_task
 from comlrl_lightning.types import RolloutListener, Rollouts, merge_rollouts
 from comlrl_lightning.utilities.checks import check_choice, check_kind, check_positive, check_whole
+from comlrl_lightning.utilities.calls import check_sent
 from comlrl_lightning.utilities.distributed import gather_objects, rank, world_size
 from comlrl_lightning.utilities.plain import (
     callable_from_plain,
@@ -631,6 +632,7 @@ class CooperativeModule(DataclassModule):
         self.team.save(folder)
 
     def __getstate__(self) -> dict[str, Any]:
+        check_sent({name: value for name, value in self.settings().items() if name in FUNCTION_SETTINGS})
         return {**super().__getstate__(), "fit_trainer": None}  # as Lightning leaves its trainer out
 
     @override

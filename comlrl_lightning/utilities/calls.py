@@ -100,17 +100,6 @@ class UserFunction:
         self.label = f"{argument}={qualified_name(func)}"
         self.keywords = self._read(num_positional, keywords, passes)
 
-    def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is not None:  # Python would name neither the argument nor a way out
-            try:
-                dumps(self.func)
-            except (PickleError, AttributeError, TypeError) as error:
-                raise ValueError(
-                    f"{self.label} cannot be sent to another process: {error}. Define it at the top level of a module, "
-                    "or use strategy='ddp', 'ddp_fork' or 'ddp_notebook', which need not send it."
-                ) from error
-        return vars(self)
-
     def _read(self, num_positional: int, keywords: Sequence[str], passes: str) -> frozenset[str]:
         signature = _signature(self.func)
         if signature is None:
@@ -145,6 +134,27 @@ class UserFunction:
             result.close()
             raise ValueError(f"{self.label} returned a coroutine for {place}. Give a function that runs it to its end.")
         return result
+
+
+def check_sent(functions: Mapping[str, Any]) -> None:
+    """Refuse functions that a strategy cannot send to processes of its own; elsewhere it does nothing.
+
+    Args:
+        functions: By setting.
+
+    Raises:
+        ValueError: If one cannot be pickled; pickle itself would name neither the setting nor a way out.
+    """
+    if get_spawning_popen() is None:
+        return
+    for name, func in functions.items():
+        try:
+            dumps(func)
+        except (PickleError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"{name}={qualified_name(func)} cannot be sent to another process: {error}. Define it at the top level"
+                " of a module, or use strategy='ddp', 'ddp_fork' or 'ddp_notebook', which need not send it."
+            ) from error
 
 
 def _is_async(func: Callable[..., Any]) -> bool:

@@ -97,8 +97,6 @@ def test_a_wrong_argument_of_madpo_is_named(settings: dict[str, Any], message: s
     ("settings", "message"),
     [
         ({"reward_model": AdapterCritic()}, r"reward_model=AdapterCritic.* is not .* Give JointRewardModel\(...\)"),
-        ({"joint_mode": "cross"}, r"MARLHF\(joint_mode=...\) is a setting of policy=. Give it to CriticFree"),
-        ({"critic_type": "q"}, r"MARLHF\(critic_type=...\) is a setting of policy="),
         ({"reward_model": None}, r"reward_model=None is not a setting of that kind"),
         ({"policy": "PPO"}, r"policy='PPO' is unknown. Use one of 'MAREINFORCE', .*'MAAC', CriticFree\(...\)"),
         ({"policy": MADPO}, r"policy=<class .*MADPO'> is unknown"),
@@ -117,6 +115,14 @@ def test_a_wrong_argument_of_marlhf_is_named(settings: dict[str, Any], message: 
         construct(MARLHF, **settings)
 
 
+@pytest.mark.parametrize(
+    ("setting", "owner"), [("joint_mode", "CriticFree or MAGRPO"), ("critic_type", "ActorCritic or IAC or MAAC")]
+)
+def test_settings_of_the_policy_are_those_of_its_class(setting: str, owner: str) -> None:
+    with pytest.raises(TypeError, match=rf"MARLHF\({setting}=...\) has no such setting. It is one of {owner}"):
+        construct(MARLHF, **{setting: "q"})
+
+
 @pytest.mark.parametrize("algorithm", PREFERENCE_ALGORITHMS)
 @pytest.mark.parametrize(
     "setting",
@@ -129,7 +135,8 @@ def test_a_wrong_argument_of_marlhf_is_named(settings: dict[str, Any], message: 
     ],
 )
 def test_there_is_one_turn(algorithm: type[PreferenceModule], setting: str) -> None:
-    with pytest.raises(ValueError, match=rf"{algorithm.__name__}\({setting}=...\) .*preferences are about one turn"):
+    message = rf"{algorithm.__name__}\({setting}=...\) has no such setting. It is one of IAC or MAAC or MAGRPO"
+    with pytest.raises(TypeError, match=message):
         construct(algorithm, **{setting: 1})
 
 
@@ -148,7 +155,7 @@ def test_there_is_one_turn(algorithm: type[PreferenceModule], setting: str) -> N
     ],
 )
 def test_madpo_has_no_policy_gradient(setting: str) -> None:
-    with pytest.raises(ValueError, match=rf"MADPO\({setting}=...\) has no such setting: it has no policy gradient"):
+    with pytest.raises(TypeError, match=rf"MADPO\({setting}=...\) has no such setting. It is one of .*MARLHF"):
         construct(MADPO, **{setting: 1})
 
 
@@ -161,8 +168,8 @@ def test_agents_with_all_weights_need_a_reward_model_of_their_own() -> None:
 class TestDefaults:
     @pytest.mark.parametrize("algorithm", PREFERENCE_ALGORITHMS)
     def test_the_pairs(self, algorithm: type[PreferenceModule]) -> None:
-        assert construct(algorithm).pair_selection == "disjoint"
-        assert construct(algorithm, comparator=CurrentPolicy()).pair_selection == "comparator_reward"
+        assert construct(algorithm).resolved_selection == "disjoint"
+        assert construct(algorithm, comparator=CurrentPolicy()).resolved_selection == "comparator_reward"
         module = construct(algorithm, num_candidates=3, comparator=CurrentPolicy())
         assert module.comparator_shape.num_generations == 3
         assert construct(algorithm).candidate_shape.num_generations == 8

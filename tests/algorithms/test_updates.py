@@ -300,11 +300,11 @@ class TestSteps:
 
 
 class TestNonfinite:
-    """A reward of 1e300 overflows to infinity in single precision."""
+    """A reward of 3e38 times a log-probability overflows to infinity in single precision."""
 
     def module(self, **settings: Any) -> CooperativeModule:
         def reward(first: list[str], second: list[str], batch_items: list[dict[str, Any]]) -> list[float]:
-            return [1e300, 0.0] if batch_items[0]["prompt"] == "hi" else [1.0, 0.0]
+            return [3e38, 0.0] if batch_items[0]["prompt"] == "hi" else [1.0, 0.0]
 
         agents = tiny_agents(dtype=torch.float32)
         return make_module(MAGRPO, agents, reward_func=reward, advantage_normalization=False, **settings)

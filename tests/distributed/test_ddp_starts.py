@@ -61,7 +61,7 @@ def test_a_script_has_the_agents_that_its_ranks_trained(
     result = run_alone(fit_as_a_script, algorithm, strategy, tmp_path)
     # Two epochs of two steps, then a third one by another trainer.
     assert result["weights"] == expected.weights[3]
-    assert sorted(path.name for path in (tmp_path / "agents").iterdir()) == ["agent_0", "agent_1"]
+    assert sorted(path.name for path in (tmp_path / "agents").iterdir()) == ["agent_0", "agent_1", "contents.json"]
     assert "eval/turn_1/reward_mean" in result["evaluation"]
     if strategy != "ddp_spawn":
         assert result["weights_at_the_end"] == expected.weights[-1]

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 import comlrl_lightning
-from comlrl_lightning import noise
+from comlrl_lightning.utilities import quiet
 
 assert comlrl_lightning.__version__  # its import silences
 
@@ -24,14 +24,14 @@ def test_importing_the_package_silences_advertising_alone() -> None:
 
 def test_a_notebook_without_widgets_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
-    monkeypatch.setattr(noise, "find_spec", lambda name: None)
+    monkeypatch.setattr(quiet, "find_spec", lambda name: None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        noise.warn_of_still_bars()
+        quiet.warn_of_still_bars()
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
     with pytest.warns(UserWarning, match="Progress bars do not move in this notebook, as ipywidgets is not installed"):
-        noise.warn_of_still_bars()
-    monkeypatch.setattr(noise, "find_spec", lambda name: name)
+        quiet.warn_of_still_bars()
+    monkeypatch.setattr(quiet, "find_spec", lambda name: name)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        noise.warn_of_still_bars()
+        quiet.warn_of_still_bars()
