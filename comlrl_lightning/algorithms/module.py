@@ -67,8 +67,8 @@ from comlrl_lightning.rollouts.recording import (
 )
 from comlrl_lightning.tasks.task import FUNCTIONS, Task, load_task
 from comlrl_lightning.types import RolloutListener, Rollouts, merge_rollouts
-from comlrl_lightning.utilities.checks import check_choice, check_kind, check_positive, check_whole
 from comlrl_lightning.utilities.calls import check_sent
+from comlrl_lightning.utilities.checks import check_choice, check_kind, check_positive, check_whole
 from comlrl_lightning.utilities.distributed import gather_objects, rank, world_size
 from comlrl_lightning.utilities.plain import (
     callable_from_plain,
