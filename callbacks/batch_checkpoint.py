@@ -31,8 +31,8 @@ class BatchCheckpoint(Checkpoint, KnownKeywords):
             however it was limited, gets one more; what an error or a signal ends does not.
         keep: How many of the latest checkpoints stay; None keeps all.
         dirpath: Folder of the checkpoints, also an address such as ``s3://bucket/run`` that fsspec reaches; None takes
-            ``checkpoints`` in the folder of the run. While another run saves there, this one takes a folder with a number
-            in its name.
+            ``checkpoints`` in the folder of the run. While another run saves there, this one takes a folder with a
+            number in its name.
 
     Raises:
         ValueError: If `every_n_batches` or `keep` is not a whole number from 1.
