@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from comlrl_lightning.callbacks.run_path import run_folder
+from comlrl_lightning.callbacks.run_path import RunPath, run_folder
 from comlrl_lightning.callbacks.support import batches_trained, check_count, is_rehearsal, wait_for_checkpoints
 from comlrl_lightning.files import Place
 from comlrl_lightning.keywords import KnownKeywords
@@ -31,7 +31,8 @@ class BatchCheckpoint(Checkpoint, KnownKeywords):
             however it was limited, gets one more; what an error or a signal ends does not.
         keep: How many of the latest checkpoints stay; None keeps all.
         dirpath: Folder of the checkpoints, also an address such as ``s3://bucket/run`` that fsspec reaches; None takes
-            ``checkpoints`` in the folder of the run.
+            ``checkpoints`` in the folder of the run. While another run saves there, this one takes a folder with a
+            number in its name.
 
     Raises:
         ValueError: If `every_n_batches` or `keep` is not a whole number from 1.
@@ -49,7 +50,7 @@ class BatchCheckpoint(Checkpoint, KnownKeywords):
                 check_count("BatchCheckpoint", name, value)
         self._every_n_batches = every_n_batches
         self._keep = keep
-        self._dirpath = None if dirpath is None else Place.of(dirpath)
+        self._target = RunPath("BatchCheckpoint", dirpath, "checkpoints")
         self._saved: list[str] = []
 
     @property
@@ -67,7 +68,8 @@ class BatchCheckpoint(Checkpoint, KnownKeywords):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        folder = self._folder(trainer)
+        self._target.take(trainer, self._folder(trainer))
+        folder = self._target.place
         others = [] if trainer.ckpt_path else [path for path in folder.glob("batch-*") if str(path) not in self._saved]
         if others:
             rank_zero_warn(
@@ -82,13 +84,21 @@ class BatchCheckpoint(Checkpoint, KnownKeywords):
         num_batches = batches_trained(trainer)
         if num_batches % self._every_n_batches or is_rehearsal(trainer):
             return
-        self._save(trainer, self._folder(trainer) / f"batch-{num_batches:06d}.ckpt")
+        self._save(trainer, self._target.place / f"batch-{num_batches:06d}.ckpt")
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         num_batches = batches_trained(trainer)
         if num_batches % self._every_n_batches and not is_rehearsal(trainer):
-            self._save(trainer, self._folder(trainer) / f"batch-{num_batches:06d}.ckpt")
+            self._save(trainer, self._target.place / f"batch-{num_batches:06d}.ckpt")
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._target.leave()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._target.leave()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -99,8 +109,8 @@ class BatchCheckpoint(Checkpoint, KnownKeywords):
         self._saved = list(state_dict["saved"])
 
     def _folder(self, trainer: Trainer) -> Place:
-        if self._dirpath is not None:
-            return self._dirpath
+        if self._target.given is not None:
+            return Place(self._target.given)
         if trainer.ckpt_path is not None and self._saved:  # a resumed run goes on with its own folder
             former = Place(self._saved[-1]).parent
             if trainer.strategy.broadcast(former.exists()):

@@ -92,19 +92,24 @@ class RunPath:
         """Find the place, in `setup`. Call it on every rank."""
         if trainer.state.fn != "fit" and has_fitted(trainer):
             return  # evaluations after a fit belong to its files
-        self._take(trainer, run_folder(trainer) / self._default if self.given is None else Place(self.given))
+        self.take(trainer, run_folder(trainer) / self._default if self.given is None else Place(self.given))
 
     def go_on(self, trainer: Trainer) -> None:
         """Take up the place in the checkpoint that a run resumes, in `on_train_start`. Call it on every rank."""
         if trainer.ckpt_path is None or self._saved is None or self.given is not None:
             return
         if trainer.strategy.broadcast(Place(self._saved).parent.exists()):
-            self._take(trainer, Place(self._saved))
+            self.take(trainer, Place(self._saved))
 
-    def _take(self, trainer: Trainer, place: Place) -> None:
+    def take(self, trainer: Trainer, place: Place) -> None:
+        """Write to a place, or beside it where another process does so right now. Call it on every rank."""
         if trainer.is_global_zero and trainer.state.fn == "fit" and not is_rehearsal(trainer):
             place, self._lock = claim(place, self._callback)
         self._place = Place(trainer.strategy.broadcast(str(place)))
+
+    def leave(self) -> None:
+        """Let other processes write there."""
+        self._lock = None
 
     def state(self) -> dict[str, str]:
         """What a checkpoint keeps: nothing of a place that the user gave."""

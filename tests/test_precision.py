@@ -79,6 +79,7 @@ def elsewhere(scores: TokenScores) -> TokenScores:
     return TokenScores(*(part.as_subclass(WithoutDoubles) for part in parts))
 
 
+@pytest.mark.filterwarnings("ignore:Trainer.* ends inside a round")
 @pytest.mark.parametrize(("algorithm", "settings"), CASES)
 def test_devices_without_double_precision(
     algorithm: type[CooperativeModule], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -104,6 +105,7 @@ def dtypes(module: CooperativeModule, trained: bool) -> set[torch.dtype]:
     return {one.dtype for one in module.parameters() if one.requires_grad == trained}
 
 
+@pytest.mark.filterwarnings("ignore:Trainer.* ends inside a round")
 @pytest.mark.parametrize("precision", FORMATS)
 @pytest.mark.parametrize(("algorithm", "settings"), CASES)
 def test_only_the_frozen_base_is_cut(algorithm: Any, settings: dict[str, Any], precision: str) -> None:

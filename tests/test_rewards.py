@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from jsonargparse import ArgumentParser
+from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -301,6 +302,15 @@ class TestRewardModel:
             ValueError,
             match=r"model_name=.* lacks the weights \['score.weight'\], which would be random. Give",
         ):
+            RewardModel(str(tmp_path), "{completion_1}")
+
+    def test_a_model_with_weights_left_over_is_an_error(self, tmp_path: Path) -> None:
+        reward_model().save_pretrained(tmp_path)
+        tiny_tokenizer().save_pretrained(tmp_path)
+        bias = "model.layers.0.self_attn.q_proj.bias"
+        path = tmp_path / "model.safetensors"
+        save_file({**load_file(path), bias: torch.zeros(16)}, path, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=f"model_name=.* does not fit in whole. Weights 1 without a place: {bias}"):
             RewardModel(str(tmp_path), "{completion_1}")
 
     def test_a_head_with_several_scores_is_an_error(self) -> None:

@@ -58,7 +58,8 @@ class LoraSettings:
     exclude_modules: str | list[str] | None = None
     """Names of layers that get none."""
     modules_to_save: list[str] | None = None
-    """Layers that every agent copies and trains in full (slower: agents then run one after the other)."""
+    """Layers that every agent copies and trains in full (slower: agents then run one after the other), such as
+    ["embed_tokens", "lm_head"] where tokens were added to the model: their rows stay as they are otherwise."""
     use_rslora: bool = False
     """Rank-stabilized scale."""
     use_dora: bool = False

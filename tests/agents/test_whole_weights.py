@@ -288,14 +288,24 @@ def enlarged(base: str, seed: int, tokens: int = 261) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"], ["q_proj", "embed_tokens"]])
+@pytest.mark.parametrize(
+    ("targets", "copies"),
+    [
+        (["q_proj"], None),
+        (["q_proj", "lm_head"], None),
+        (["q_proj", "embed_tokens"], None),
+        (["q_proj"], ["embed_tokens"]),  # whose rows are trained, then
+    ],
+)
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
-def test_rows_of_new_tokens_are_saved(tmp_path: Path, targets: list[str], tied: bool) -> None:
+def test_rows_of_new_tokens_are_saved(tmp_path: Path, targets: list[str], copies: list[str] | None, tied: bool) -> None:
     base = save_tiny(tmp_path / "base", tiny_qwen2() if tied else tiny_llama())
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<think>", "</think>"])
-    lora = LoraSettings(rank=2, target_modules=targets)
+    lora = LoraSettings(rank=2, target_modules=targets, modules_to_save=copies)
     team = build_team(SharedBase(enlarged(base, 1), 2, lora=lora, tokenizer=tokenizer))
+    names = [name for name, one in team.named_parameters() if one.requires_grad and one.shape == (261, 32)]
+    assert len(names) == (2 if copies else 0)
     stir(team)
     team.save(tmp_path / "agents")
     ids = torch.tensor([[5, 259, 6, 260]])

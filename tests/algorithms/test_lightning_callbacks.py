@@ -122,11 +122,22 @@ class Record(Callback):
         self.at_end = trained(pl_module)
 
 
+class SaveInEvaluation(Callback):
+    """Saves while the average is in the module's place."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.save_checkpoint(self.folder / f"in-evaluation-{trainer.global_step}.ckpt")
+
+
 def evaluated_run(folder: Path, record: Record) -> CooperativeModule:
     """Three batches with an evaluation before each; of two steps, the average is no copy any more."""
     module, average = make_module(MAGRPO, **QUICK), EMAWeightAveraging(decay=0.5)
     best = ModelCheckpoint(folder, "{step}", monitor="eval/final_reward_mean", save_top_k=-1)
-    trainer = make_trainer([EvalInterval(1), record, average, best], enable_checkpointing=True)
+    save = SaveInEvaluation(folder)
+    trainer = make_trainer([EvalInterval(1), record, average, save, best], enable_checkpointing=True)
     trainer.fit(module, TaskDataModule(ITEMS[:3], ITEMS[:1]))
     return module
 
@@ -134,9 +145,10 @@ def evaluated_run(folder: Path, record: Record) -> CooperativeModule:
 def test_what_was_evaluated_is_what_is_saved(tmp_path: Path) -> None:
     record = Record()
     module = evaluated_run(tmp_path, record)
-    checkpoint = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
-    assert equal(checkpoint["state_dict"], record.evaluated[2])
-    assert equal(checkpoint["current_model_state"], record.trained[1])
+    for name in ("step=2.ckpt", "in-evaluation-2.ckpt"):
+        checkpoint = torch.load(tmp_path / name, weights_only=True)
+        assert equal(checkpoint["state_dict"], record.evaluated[2]), name
+        assert equal(checkpoint["current_model_state"], record.trained[1]), name
     assert not equal(record.evaluated[2], record.trained[1])
     # Callbacks that save agents at the end find the average, wherever they stand in the list.
     assert equal(record.at_end, trained(module))

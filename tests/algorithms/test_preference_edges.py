@@ -77,7 +77,7 @@ def test_what_a_stopped_collection_has_brought_does_not_count_twice() -> None:
 
 
 class TestNoPairs:
-    @pytest.mark.filterwarnings("ignore:Round . has no pair")
+    @pytest.mark.filterwarnings("ignore:Round . has no pair", "ignore:The last 10 optimizer steps had nothing to learn")
     @pytest.mark.parametrize("make", MAKERS)
     @pytest.mark.parametrize("num_rounds", [1, 2])
     def test_equal_rewards_change_nothing_and_warn(
@@ -306,7 +306,7 @@ class TestCentralized:
         )
         rows = Rows()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Round . has no pair")
+            warnings.filterwarnings("ignore", message="Round . has no pair|The last 10 optimizer steps had nothing")
             fit(module, ITEMS[:2], 1, max_epochs=6, logger=rows)
         shares = {row["unparsed_share"] for row in rows.training if "unparsed_share" in row}
         assert shares == {1.0}

@@ -245,7 +245,8 @@ class TestCheckpoint:
 
         first = module()
         fit(first, ITEMS[:1], 1).save_checkpoint(tmp_path / "run.ckpt")
-        trained_a_little(first, seed=5).save_agents(folder)
+        with pytest.warns(UserWarning, match="of an earlier save, which this one replaces"):
+            trained_a_little(first, seed=5).save_agents(folder)
         again = module()
         self.resume(again, tmp_path / "run.ckpt")
         assert references(again)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from comlrl_lightning.callbacks import BatchCheckpoint, RewardCurve
 from comlrl_lightning.data.datamodule import TaskBatch
+from comlrl_lightning.files import Place
 from tests.callbacks.fakes import FakeModule, data, quiet_trainer
 
 
@@ -106,6 +109,34 @@ def test_folder_of_another_run_is_warned_of(tmp_path: Path) -> None:
         warnings.simplefilter("always")
         run(ckpt_path=tmp_path / "batch-000004.ckpt")
     assert not [warning for warning in caught if "another run" in str(warning.message)]
+
+
+class Lock:
+    """What keeps other processes away as long as something refers to it."""
+
+
+@pytest.mark.parametrize("error", [None, "power cut"])
+def test_its_folder_is_locked_until_the_fit_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str | None
+) -> None:
+    locks: list[ref[Lock]] = []
+
+    def claim(place: Place, writer: str) -> tuple[Place, Lock]:
+        lock = Lock()
+        locks.append(ref(lock))
+        return place, lock
+
+    class Ending(FakeModule):
+        def on_train_epoch_end(self) -> None:
+            assert locks[0]() is not None
+            if error is not None:
+                raise RuntimeError(error)
+
+    monkeypatch.setattr("comlrl_lightning.callbacks.run_path.claim", claim)
+    checkpoint = BatchCheckpoint(dirpath=tmp_path)
+    with nullcontext() if error is None else pytest.raises(RuntimeError, match=error):
+        quiet_trainer(tmp_path, checkpoint, enable_checkpointing=True).fit(Ending(), data(2, 0))
+    assert locks[0]() is None
 
 
 @pytest.mark.parametrize("value", [0, "4", 1.5, True])

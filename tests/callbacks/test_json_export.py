@@ -85,6 +85,7 @@ def test_rehearsal_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:.* of another run:UserWarning")
 def test_new_run_starts_a_new_history(tmp_path: Path) -> None:
     for _ in range(2):
         export = JSONExport(tmp_path / "metrics.json")
@@ -92,6 +93,7 @@ def test_new_run_starts_a_new_history(tmp_path: Path) -> None:
         assert history(tmp_path / "metrics.jsonl") == [(0, 1.1), (6, 7.1)]
 
 
+@pytest.mark.filterwarnings("ignore:.* of another run:UserWarning")
 def test_new_run_without_evaluations_has_no_history(tmp_path: Path) -> None:
     for interval in (2, 0):
         export = JSONExport(tmp_path / "metrics.json")

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from comlrl_lightning.callbacks import JSONPredictions
 from comlrl_lightning.data.datamodule import TaskBatch
 from tests.callbacks.fakes import FakeModule, data, quiet_trainer
@@ -18,6 +20,7 @@ class Predicting(FakeModule):
         return [{"index": index, "turn": 1} for index in batch.indices]
 
 
+@pytest.mark.filterwarnings("ignore:.* of another run:UserWarning")
 def test_records_are_written_whether_they_are_returned_or_not(tmp_path: Path) -> None:
     writer = JSONPredictions(tmp_path / "p.jsonl")
     for returned in (True, False):

@@ -98,6 +98,7 @@ def test_a_new_run_removes_the_rounds_of_an_earlier_one_and_nothing_else(tmp_pat
     assert (folder / "round_0001.json").read_text() != "old"
 
 
+@pytest.mark.filterwarnings("ignore:.* of another run:UserWarning")
 def test_a_second_run_with_the_same_callback_writes_its_own(tmp_path: Path) -> None:
     callback = PreferenceRounds(tmp_path / "rounds")
     for mean in (0.25, 0.75):

@@ -66,6 +66,7 @@ def test_a_resumed_run_goes_on_with_its_own_files(tmp_path: Path, has_logger: bo
     assert not list(tmp_path.glob("broken/lightning_logs/version_1/[!hm]*"))  # but the logger's hparams and metrics
 
 
+@pytest.mark.filterwarnings("ignore:BatchCheckpoint.* of another run:UserWarning")
 @pytest.mark.parametrize("callback", [JSONExport, RewardCurve, CompletionsTable, SaveAgents])
 def test_what_would_replace_files_of_another_run_says_so_first(tmp_path: Path, callback: type[Callback]) -> None:
     ending = {JSONExport: ".json", RewardCurve: ".png", CompletionsTable: ".jsonl"}.get(callback, "")
@@ -106,8 +107,10 @@ def test_a_run_beside_another_one_takes_names_of_its_own(tmp_path: Path, monkeyp
         "comlrl_lightning.callbacks.run_path.claim", lambda place, writer: (place.with_stem_end("-2"), None)
     )
     callbacks = [JSONExport(tmp_path / "e.json"), RewardCurve(tmp_path / "c.png"), SaveAgents(tmp_path / "agents")]
-    quiet_trainer(tmp_path, EvalInterval(2), *callbacks).fit(FakeModule(), data(2))
-    assert names(tmp_path) == ["agents-2", "c-2.png", "e-2.json", "e-2.jsonl"]
+    save = BatchCheckpoint(1, dirpath=tmp_path / "saved")
+    quiet_trainer(tmp_path, EvalInterval(2), *callbacks, save, enable_checkpointing=True).fit(FakeModule(), data(2))
+    assert names(tmp_path) == ["agents-2", "c-2.png", "e-2.json", "e-2.jsonl", "saved-2"]
+    assert names(tmp_path / "saved-2") == ["batch-000002.ckpt"]
 
 
 def test_agents_of_an_earlier_run_do_not_stay_beside_those_of_a_new_one(tmp_path: Path) -> None:

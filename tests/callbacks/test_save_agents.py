@@ -42,6 +42,7 @@ def test_every_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
         assert sorted(path.name for path in folder.iterdir()) == ["agent_0", "agent_1"]
 
 
+@pytest.mark.filterwarnings("ignore:.* of another run:UserWarning")
 def test_new_run_forgets_the_best(tmp_path: Path) -> None:
     save = SaveAgents(tmp_path, monitor=KEY, mode="min")
     for _ in range(2):

@@ -62,6 +62,7 @@ def test_table_as_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "task 1" not in printed
 
 
+@pytest.mark.filterwarnings("ignore:.* of another run:UserWarning")
 def test_new_run_starts_a_new_file(tmp_path: Path) -> None:
     for _ in range(2):
         table = CompletionsTable(tmp_path / "c.jsonl", num_on_screen=0)

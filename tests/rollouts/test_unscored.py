@@ -188,6 +188,7 @@ def test_a_fit_counts_and_logs_what_is_left(algorithm: Any, settings: dict[str, 
     assert metrics["eval/left_out"] == 0
 
 
+@pytest.mark.filterwarnings("ignore:Round 1 has no pair to learn from:UserWarning")
 @pytest.mark.parametrize("algorithm", [MAGRPO, IAC, MADPO])
 def test_a_fit_without_any_reward_goes_through(algorithm: Any) -> None:
     module = making(algorithm, reward_func=nothing, reward_none="skip")
