@@ -33,7 +33,7 @@ from comlrl_lightning.learning.minibatches import (
 )
 from comlrl_lightning.learning.settings import PolicySettings
 from comlrl_lightning.metrics import MetricTable, agent_key, turn_key
-from comlrl_lightning.rollouts.credit import CreditedNode, assign_credit
+from comlrl_lightning.rollouts.credit import CreditedNode, assign_credit, with_peers
 from comlrl_lightning.types import Completion, Node, Rollouts
 from comlrl_lightning.utilities.distributed import all_reduce_sum
 
@@ -189,6 +189,8 @@ class Learner(ABC):
         for entry, values in zip(buffer, advantages, strict=True):
             rows: list[PolicyRow] = []
             for agent, group in enumerate(entry.node.completions):
+                if not group:  # an agent that does not act
+                    continue
                 scale = entry.weight / mean_weight / len(group)
                 silent = self._is_silent(values[agent])
                 self.table.update(agent_key(agent, "zero_advantage_share"), float(not values[agent].any()))
@@ -350,13 +352,19 @@ class GroupRelativeLearner(Learner):
         self.normalization: Normalization = normalization
 
     @override
+    def credit(self, rollouts: Rollouts, discount: float) -> list[CreditedNode]:
+        credited = super().credit(rollouts, discount)
+        return with_peers(credited, discount) if rollouts.num_unfinished is not None else credited
+
+    @override
     def advantages(
         self, buffer: Sequence[CreditedNode], num_turns: int, kappa: Sequence[Sequence[Tensor]] | None
     ) -> list[list[Tensor]]:
         returns = [_tables(entry) for entry in buffer]
         moments = torch.zeros(num_turns, self.team.num_agents, 2, dtype=torch.float64)
         for entry, values in zip(buffer, returns, strict=True):
-            moments[entry.node.turn - 1] += torch.stack([batch_moments(group) for table in values for group in table])
+            of_node = torch.stack([batch_moments(group) for table in values for group in table])
+            moments[entry.node.turn - 1] += of_node if entry.peers is None else _share_of_act(entry, of_node)
         if self.normalization == "batch":
             moments = all_reduce_sum(moments)
         advantages = []
@@ -368,6 +376,9 @@ class GroupRelativeLearner(Learner):
                 for table, scale in of_tables
                 for row in group_advantages(table, self.baseline, self.normalization, rms=scale)
             ]
+            if entry.peers is not None:
+                own = entry.node.path[0]
+                rows = [row[own : own + 1] if entry.node.acts(agent) else row[:0] for agent, row in enumerate(rows)]
             if kappa is not None:
                 pairs, coefficient = zip(rows, kappa[position], strict=True), self.settings.reference_kl_coef
                 rows = [subtract_kl(row, own, coefficient, self.kl_baseline) for row, own in pairs]
@@ -375,8 +386,16 @@ class GroupRelativeLearner(Learner):
         return advantages
 
 
+def _share_of_act(entry: CreditedNode, moments: Tensor) -> Tensor:
+    """`[N, 2]` moments of a group of episodes, for one act of each: 1/K, and nothing of agents that do not act."""
+    acts = torch.tensor([entry.node.acts(agent) for agent in range(len(moments))], dtype=moments.dtype)
+    return moments * acts[:, None] / moments[:, 1:].clamp(min=1.0)
+
+
 def _tables(entry: CreditedNode) -> list[Tensor]:
-    """Returns of a node's completions: one `[N, K]` table, or a `[1, K]` table per agent where K differs."""
+    """Returns of a group: one `[N, K]` table, or a `[1, K]` table per agent where K differs."""
+    if entry.peers is not None:
+        return [torch.tensor(entry.peers, dtype=torch.float64)]
     if len({len(group) for group in entry.returns}) == 1:
         return [torch.tensor(entry.returns, dtype=torch.float64)]
     return [torch.tensor([group], dtype=torch.float64) for group in entry.returns]

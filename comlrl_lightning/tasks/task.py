@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
-FUNCTIONS = ("reward_func", "formatters", "external_transition")
+FUNCTIONS = ("reward_func", "formatters", "external_transition", "environment")
 """Fields that are settings of an algorithm, too: what is given to the algorithm itself wins."""
 
 
@@ -14,8 +14,10 @@ FUNCTIONS = ("reward_func", "formatters", "external_transition")
 class Task:
     """Everything that a task set brings: pass it as ``task=`` to an algorithm and to `TaskDataModule`."""
 
-    reward_func: Callable[..., Any]
-    """Reward of joint completions, as an algorithm takes it."""
+    reward_func: Callable[..., Any] | None = None
+    """Reward of joint completions, as an algorithm takes it. None: `environment` gives it."""
+    environment: Callable[[], Any] | None = None
+    """Makes the environments of episodes, in place of reward, formatters and transition."""
     num_agents: int | None = None
     """N, the number of agents that the functions are made for. None: any."""
     formatters: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None
