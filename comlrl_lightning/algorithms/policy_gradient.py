@@ -16,7 +16,7 @@ from comlrl_lightning.algorithms.module import TRAIN, CooperativeModule
 from comlrl_lightning.data.datamodule import TaskBatch
 from comlrl_lightning.environment.functions import TaskFunctions
 from comlrl_lightning.environment.prompts import Transition
-from comlrl_lightning.environment.text_environment import Environments, TextEnvironment
+from comlrl_lightning.environment.text_environment import Environments
 from comlrl_lightning.learning.actor_critic import ActorCriticLearner
 from comlrl_lightning.learning.settings import PolicySettings
 from comlrl_lightning.metrics import agent_key, critic_keys
@@ -184,10 +184,11 @@ class BufferedPolicyModule(CooperativeModule):
 class PolicyGradientModule(BufferedPolicyModule):
     """Learns from the task's reward, in one or many turns. A family of algorithms is a method, too: its own."""
 
-    environment: Callable[[], TextEnvironment] | None = None
-    """A class, or a function without arguments, that makes a `TextEnvironment`: state, prompts, rewards and the order
-    in which agents act, in place of `formatters`, `reward_func` and `external_transition`. Each task item is played
-    `num_generations` times, in episodes of at most `num_turns` steps. None: agents act together, in every turn."""
+    environment: Callable[..., Any] | str | None = None
+    """A class, or a function without arguments, that makes a `TextEnvironment`, or its import path: state, prompts,
+    rewards and the order in which agents act, in place of `formatters`, `reward_func` and `external_transition`. Each
+    task item is played `num_generations` times, in episodes of at most `num_turns` steps. None: all agents act in every
+    turn."""
     per_agent_rewards: bool = False
     """Each agent is credited with rewards of its own: ``reward_func`` returns one row of N rewards per joint
     completion, an environment a dict by agent. Early termination and reward metrics then look at the mean over the
@@ -240,6 +241,7 @@ class PolicyGradientModule(BufferedPolicyModule):
                 f"collaboration={self.collaboration!r} does not go with environment=, in which each agent acts by"
                 " itself. Leave one out."
             )
+        assert callable(self.environment)
         return Environments(
             self.environment, self.num_agents, per_agent=self.per_agent_rewards, processor=self.reward_processor
         )

@@ -24,7 +24,8 @@ from comlrl_lightning.utilities.calls import (
 class TextEnvironment(Protocol):
     """One episode of a task: PettingZoo's parallel form with texts. Agents are numbered from 0.
 
-    Agents without a prompt do not act. Every episode has an environment of its own.
+    Agents without a prompt do not act. Every episode has an environment of its own. Any class with these two methods
+    will do. A class with settings is given as ``functools.partial(Game, size=4)``.
     """
 
     def reset(self, item: dict[str, Any], seed: int, /) -> Mapping[int, Prompt]:
