@@ -11,6 +11,9 @@ from lightning.pytorch import LightningModule
 from comlrl_lightning.keywords import KnownKeywords, check_keywords
 from comlrl_lightning.utilities.documentation import FieldDocumentation
 
+FIELDS = "__dataclass_fields__"
+"""Where a dataclass keeps its fields, by name."""
+
 
 @dataclass_transform(kw_only_default=True, eq_default=False, field_specifiers=(field,))
 class DataclassModule(LightningModule, KnownKeywords):
@@ -27,8 +30,19 @@ class DataclassModule(LightningModule, KnownKeywords):
         LightningModule.__init__(module)
         return module
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Keep settings as they are: a torch module among them is no part of this one, neither moved nor saved."""
+        if name in getattr(type(self), FIELDS, ()):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        inherited = getattr(cls, FIELDS, {})
+        for name in [name for name in vars(cls) if name in inherited]:
+            # A new default without an annotation is a default all the same.
+            cls.__annotations__.setdefault(name, inherited[name].type)
         dataclass(eq=False, repr=False, kw_only=True)(cls)
         cls.__doc__ = FieldDocumentation(cls.__dict__.get("__doc__") or "")  # type: ignore[assignment]
 

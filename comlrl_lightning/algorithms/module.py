@@ -1,11 +1,12 @@
 """The base class of all algorithms: a team, the user's functions, evaluation, logging and checkpoints."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -52,6 +53,7 @@ from comlrl_lightning.environment.joint_format import JointFormat, joint_format_
 from comlrl_lightning.environment.reward_workers import RewardWorkers
 from comlrl_lightning.environment.text_environment import Environments
 from comlrl_lightning.files import whole_folder
+from comlrl_lightning.keywords import check_keywords
 from comlrl_lightning.learning.gradients import IdleSteps
 from comlrl_lightning.learning.updates import OptimizerSteps, StepLearner, StepStats
 from comlrl_lightning.loggers import keep_run_ids
@@ -74,6 +76,7 @@ from comlrl_lightning.utilities.calls import check_sent
 from comlrl_lightning.utilities.checks import check_choice, check_kind, check_positive, check_whole
 from comlrl_lightning.utilities.distributed import gather_objects, rank, world_size
 from comlrl_lightning.utilities.plain import (
+    argument_to_plain,
     callable_from_plain,
     from_plain,
     functions_not_held,
@@ -181,7 +184,11 @@ class CooperativeModule(DataclassModule):
 
     def __post_init__(self) -> None:
         self._take_functions_of_task()
-        self.save_hyperparameters(to_plain(self.settings()))
+        plain = {
+            name: to_plain(value) if name in FUNCTION_SETTINGS else argument_to_plain(value)
+            for name, value in self.settings().items()
+        }
+        self.save_hyperparameters(plain)
         self.automatic_optimization = False
         self.strict_loading = False  # frozen weights are not in checkpoints; `on_load_checkpoint` checks the rest
         self._resolve_settings()
@@ -233,9 +240,6 @@ class CooperativeModule(DataclassModule):
 
     def _resolve_settings(self) -> None:
         """Turn the plain settings of a checkpoint into objects and functions; others stay as they are."""
-        for name in [name for name in self.settings() if name in self._modules]:
-            # A function of the user may be a torch module: it is never moved, trained or saved.
-            self.__dict__[name] = self._modules.pop(name)
         settings = self.settings()
         # An optimizer that a checkpoint could not hold is missed by the next fit only, not by an evaluation.
         self.missing_factories = functions_not_held(optimizer=self.optimizer, lr_scheduler=self.lr_scheduler)
@@ -672,6 +676,17 @@ class CooperativeModule(DataclassModule):
     def __getstate__(self) -> dict[str, Any]:
         check_sent({name: value for name, value in self.settings().items() if name in FUNCTION_SETTINGS})
         return {**super().__getstate__(), "fit_trainer": None}  # as Lightning leaves its trainer out
+
+    @classmethod
+    def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Self:
+        """Load a trained module for evaluation, see Lightning's method of the same name; settings win over the file's.
+
+        Raises:
+            TypeError: If a keyword is neither Lightning's nor a setting, which Lightning would leave out in silence.
+        """
+        known = inspect.signature(DataclassModule.load_from_checkpoint).parameters
+        check_keywords(cls, [name for name in kwargs if name not in known])
+        return super().load_from_checkpoint(*args, **kwargs)
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

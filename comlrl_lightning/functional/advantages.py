@@ -34,10 +34,10 @@ def subtract_baseline(returns: Tensor, baseline: Baseline) -> Tensor:
         `[..., K]` differences; a group of equal returns gives exact zeros unless the baseline is ``"none"``.
 
     Raises:
-        ValueError: If the baseline is unknown.
+        ValueError: If the baseline is unknown, or a function returns another shape.
     """
     if callable(baseline):
-        difference = returns - baseline(returns)
+        difference = returns - _checked_baseline(baseline(returns), returns)
         best = returns.amax(-1, keepdim=True)
         rounding = 8 * torch.finfo(returns.dtype).eps * best.abs()
         is_constant = best == returns.amin(-1, keepdim=True)
@@ -54,6 +54,18 @@ def subtract_baseline(returns: Tensor, baseline: Baseline) -> Tensor:
         raise ValueError(f"baseline={baseline!r} is unknown. Use 'none', 'group_mean', 'leave_one_out' or 'group_max'.")
     # The mean of equal numbers is not always that number.
     return centered.masked_fill(best == returns.amin(-1, keepdim=True), 0.0)
+
+
+def _checked_baseline(baseline: object, returns: Tensor) -> Tensor:
+    """What a function returned as baseline, `[..., 1]` or `[..., K]`."""
+    shapes = [(*returns.shape[:-1], 1), tuple(returns.shape)]
+    if not isinstance(baseline, Tensor) or tuple(baseline.shape) not in shapes:
+        found = tuple(baseline.shape) if isinstance(baseline, Tensor) else repr(baseline)
+        raise ValueError(
+            f"baseline(returns) gave {found} for returns of shape {shapes[1]}. Return a tensor of shape {shapes[0]}."
+        )
+
+    return baseline
 
 
 def group_mean(returns: Tensor) -> Tensor:

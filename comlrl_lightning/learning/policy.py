@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
@@ -80,6 +81,23 @@ def clipped_policy_loss(batch: PolicyBatch) -> PolicyLoss:
         clip_epsilon_high=settings.clip_epsilon_high if clips else None,
         importance_level=settings.importance_level,
     )
+
+
+def _checked_loss(loss: object, batch: PolicyBatch) -> PolicyLoss:
+    """What a `policy_loss` returned.
+
+    Raises:
+        ValueError: If it is no `PolicyLoss` with one loss per completion.
+    """
+    shape = tuple(batch.advantages.shape)
+    if not isinstance(loss, PolicyLoss) or tuple(loss.loss.shape) != shape:
+        found = tuple(loss.loss.shape) if isinstance(loss, PolicyLoss) else type(loss).__name__
+        raise ValueError(f"policy_loss(batch) gave {found}. Return PolicyLoss(loss, ...) with {shape} losses.")
+    if batch.log_probs.requires_grad and not loss.loss.requires_grad:
+        rank_zero_warn(
+            "policy_loss(batch) gave losses without a gradient, which teach nothing. Compute them from batch.log_probs."
+        )
+    return loss
 
 
 def agent_group(agent: int) -> str:
@@ -211,7 +229,7 @@ class Learner(ABC):
             stats: Gets the sums to log.
         """
         batch = self._batch(rows)
-        policy = self.policy_loss(batch)
+        policy = _checked_loss(self.policy_loss(batch), batch)
         mask, log_probs = batch.completion_mask, batch.log_probs.detach()
         entropy = (batch.entropy * mask).sum(1)
         # Without a coefficient the entropy is only logged, and its gradient left out.

@@ -6,10 +6,14 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
+from comlrl_lightning.keywords import known_keywords
+from comlrl_lightning.utilities.checks import check_whole
+
 FUNCTIONS = ("reward_func", "formatters", "external_transition", "environment")
 """Fields that are settings of an algorithm, too: what is given to the algorithm itself wins."""
 
 
+@known_keywords
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """Everything that a task set brings: pass it as ``task=`` to an algorithm and to `TaskDataModule`."""
@@ -34,6 +38,19 @@ class Task:
     """Aggregates the rows of `eval_logger`."""
     metrics_callback: Callable[..., Any] | None = None
     """Metrics of rollout records, for the callback `RolloutMetrics`."""
+
+    def __post_init__(self) -> None:
+        """Check what no algorithm would name.
+
+        Raises:
+            ValueError: If the number of agents is none, or the reward is no function.
+        """
+        if self.num_agents is not None:
+            check_whole(1, num_agents=self.num_agents)
+        if self.environment is None and not callable(self.reward_func):
+            raise ValueError(
+                f"Task(reward_func={self.reward_func!r}) is not callable. Give a function, or an environment."
+            )
 
 
 def load_task(task: object) -> Task:

@@ -65,8 +65,9 @@ def to_plain(value: Any) -> Any:
             "init_args": keywords,
         }
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and _is_made_by_fields(type(value)):
-        fields = {field.name: _held(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
-        return {"class_path": _name(type(value)), "init_args": fields}
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        arguments = {name: argument_to_plain(getattr(value, name)) for name in fields}
+        return {"class_path": _name(type(value)), "init_args": arguments}
     return _plain_function(value)
 
 
@@ -161,14 +162,15 @@ def callable_from_plain(argument: str, value: Any) -> Any:
     return _load(argument, value) if isinstance(value, str) else value
 
 
-def _held(value: Any) -> Any:
+def argument_to_plain(value: Any) -> Any:
     """Plain form of an argument of an object: a text must not be taken for a function, nor a number for a text."""
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
-            return {str(key): _held(entry) for key, entry in value.items()}
-        return {"class_path": "builtins.dict", "args": [[[_held(key), _held(entry)] for key, entry in value.items()]]}
+            return {str(key): argument_to_plain(entry) for key, entry in value.items()}
+        pairs = [[argument_to_plain(key), argument_to_plain(entry)] for key, entry in value.items()]
+        return {"class_path": "builtins.dict", "args": [pairs]}
     if isinstance(value, list | tuple):
-        return [_held(entry) for entry in value]
+        return [argument_to_plain(entry) for entry in value]
     plain = to_plain(value)
     is_function = isinstance(plain, str) and not isinstance(value, str | PurePath) and not is_remark(plain)
     return {"import_path": plain} if is_function else plain
@@ -180,7 +182,7 @@ def _exact(value: Any) -> Any:
         return {"class_path": "builtins.tuple", "args": [[_exact(entry) for entry in value]]}
     if isinstance(value, PurePath):
         return {"class_path": f"pathlib.{type(value).__name__}", "args": [str(value)]}
-    return _held(value)
+    return argument_to_plain(value)
 
 
 def _plain_function(value: Any) -> str:
