@@ -236,6 +236,9 @@ def load_run(module: ResumableModule, checkpoint: Mapping[str, Any], *, fitting:
         saved = with_current_paths(
             {"algorithm": state["algorithm"], **state["settings"], **_fixed(state["optimization"])}
         )
+        if saved.get("early_termination_threshold") is None:
+            saved.setdefault("early_termination", current.get("early_termination"))
+        saved.setdefault("early_termination", "group")
         check_settings(with_newer_settings(saved, current), current)
         if module.trainer.strategy.lightning_restore_optimizer and "optimizer_states" not in checkpoint:
             raise ValueError(

@@ -202,8 +202,12 @@ class PolicyGradientModule(BufferedPolicyModule):
     discount: float = 1.0
     """Factor per turn of later rewards in a return, from 0 to 1."""
     early_termination_threshold: float | None = None
-    """A node whose mean processed reward exceeds it is not continued, in training and in evaluation. Stopping means
-    reward 0 ever after: with positive rewards it punishes the better branch. None: never."""
+    """A joint completion whose processed reward exceeds it is not continued, in training and in evaluation. Stopping
+    means reward 0 ever after: with positive rewards it punishes the better branch. None: never."""
+    early_termination: Literal["completion", "group"] = "completion"
+    """``"completion"``: each joint completion stops by its own reward. ``"group"``: the mean reward of a node stops or
+    continues all its joint completions, as comlrl does; the returns of the others then depend on the own completion,
+    and no baseline of a tree is unbiased. Trajectories stop one by one in any case."""
 
     @override
     def check_settings(self) -> None:
@@ -270,6 +274,7 @@ class PolicyGradientModule(BufferedPolicyModule):
             num_turns=self.num_turns,
             trajectories=shape.trajectories or self.environment is not None,
             early_termination_threshold=self.early_termination_threshold,
+            early_termination=self.early_termination,
         )
 
     @property

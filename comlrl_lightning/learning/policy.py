@@ -201,7 +201,7 @@ class Learner(ABC):
         nodes = [entry.node for entry in buffer]
         kappa = self._record_kl(self.table, nodes, *self.kl(completions, current)) if with_kl else None
         advantages = self.advantages(buffer, num_turns, kappa)
-        mean_weight = self._mean_weight(buffer)
+        divisor = self._divisor(buffer, num_turns)
         old = iter(current if stale else [None] * len(completions))
         prepared = []
         for entry, values in zip(buffer, advantages, strict=True):
@@ -209,7 +209,7 @@ class Learner(ABC):
             for agent, group in enumerate(entry.node.completions):
                 if not group:  # an agent that does not act
                     continue
-                scale = entry.weight / mean_weight / len(group)
+                scale = entry.weight / divisor / len(group)
                 silent = self._is_silent(values[agent])
                 self.table.update(agent_key(agent, "zero_advantage_share"), float(not values[agent].any()))
                 group_tokens = sum(len(one.token_ids) for one in group) / len(group)
@@ -327,10 +327,15 @@ class Learner(ABC):
             first = last
         return per_node
 
-    def _mean_weight(self, buffer: Sequence[CreditedNode]) -> float:
-        totals = torch.tensor([sum(entry.weight for entry in buffer), len(buffer)], dtype=torch.float64)
-        weight, count = all_reduce_sum(totals).tolist()
-        return weight / count if count else 1.0
+    def _divisor(self, buffer: Sequence[CreditedNode], num_turns: int) -> float:
+        """Roots times turns per node of the buffers of all ranks.
+
+        A mini-batch takes the mean over its nodes of ``weight / divisor * loss``: over a whole buffer the sum of
+        ``weight * loss``, divided by roots times turns (`node_weights` has the reason).
+        """
+        num_roots = sum(entry.node.parent is None for entry in buffer)
+        roots, count = all_reduce_sum(torch.tensor([num_roots, len(buffer)], dtype=torch.float64)).tolist()
+        return roots * num_turns / count if count else 1.0
 
     def _is_silent(self, advantages: Tensor) -> bool:
         """Whether a group has no gradient at all, so that its forward pass can be left out."""

@@ -110,19 +110,20 @@ def record_final_rewards(table: MetricTable, rollouts: Rollouts) -> None:
 
 
 def stops_with_reward(rollouts: Rollouts, shape: RolloutShape) -> bool:
-    """Whether a node with a positive mean reward ended before its last turn."""
-    return any(
-        node.turn < shape.num_turns and not shape.continues(node.rewards) and sum(node.rewards) > 0
-        for node in rollouts.nodes
-    )
+    """Whether a joint completion with a positive reward ended before the last turn."""
+    for node in rollouts.nodes:
+        stopped = set(range(len(node.rewards))) - {*shape.followed(node.rewards)}
+        if node.turn < shape.num_turns and any(node.rewards[index] > 0 for index in stopped):
+            return True
+    return False
 
 
 def warn_of_rewarded_stops(shape: RolloutShape) -> None:
     """Say what early termination does to positive rewards."""
     rank_zero_warn(
-        f"early_termination_threshold={shape.early_termination_threshold} stopped a node with a positive mean reward:"
-        " it gets 0 for the turns that it does not play, so that its better start is punished. Shift rewards to be at"
-        " most 0, or leave the threshold out."
+        f"early_termination_threshold={shape.early_termination_threshold} stopped a joint completion with a positive"
+        " reward: it gets 0 for the turns that it does not play, so that its better start is punished. Shift rewards to"
+        " be at most 0, or leave the threshold out."
     )
 
 
