@@ -41,8 +41,8 @@ def node_weights(parents: Parents, num_joint: Sequence[int]) -> Tensor:
     """`[nodes]` probability of coming to each node by a fair choice among the joint completions of every ancestor.
 
     The weight is the product of 1/J over the ancestors, so the losses of all turns count as in the expected return: the
-    loss of trees is ``sum(weight * loss) / (roots * T)``. Without early stops ``roots * T`` is the sum of the weights. A
-    branch that ended early leaves the others' weights and the divisor as they are: a divisor that depends on actions,
+    loss of trees is ``sum(weight * loss) / (roots * T)``. Without early stops ``roots * T`` is the sum of the weights.
+    A branch that ended early leaves the others' weights and the divisor as they are: a divisor that depends on actions,
     as the sum of the weights then does, makes the gradient biased, up to its sign. Add sums and roots over ranks before
     dividing.
 
