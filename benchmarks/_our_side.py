@@ -60,7 +60,7 @@ class Recorded(MAGRPO):
 
     def _node(self, position: int, item: Mapping[str, Any], count: int) -> Node:
         num_generations, agents = self.shape.num_generations, range(self.num_agents)
-        prompts = tuple(self.functions.formatters.format(item, agent) for agent in agents)
+        prompts = tuple(self.task_functions.formatters.format(item, agent) for agent in agents)
         groups = tuple(
             tuple(self._completion(position, agent, sample, prompts[agent], count) for sample in range(num_generations))
             for agent in agents
@@ -189,7 +189,7 @@ def generate(module: CooperativeModule, job: Job) -> tuple[Watch, float]:
     watch = Watch()
     short = replace(module.sampling, max_new_tokens=WARM_UP_TOKENS, min_new_tokens=WARM_UP_TOKENS)
     for count, sampling in ((1, short), (len(items), module.sampling)):
-        collector = Collector(module.team, module.functions, module.shape, sampling, (job.seed,))
+        collector = Collector(module.team, module.task_functions, module.shape, sampling, (job.seed,))
         rollouts = collector.collect(items[:count], range(count))
     watch.read(rollouts)
     return watch, watch.generation_seconds

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from comlrl_lightning.critics.settings import ValueHead as ValueHead
     from comlrl_lightning.data.datamodule import TaskDataModule as TaskDataModule
     from comlrl_lightning.environment.joint_format import TaggedSections as TaggedSections
+    from comlrl_lightning.environment.text_environment import TextEnvironment as TextEnvironment
     from comlrl_lightning.evaluation import evaluate as evaluate
     from comlrl_lightning.functional.policy import PolicyLoss as PolicyLoss
     from comlrl_lightning.learning.policy import PolicyBatch as PolicyBatch
@@ -75,6 +76,7 @@ _HOMES = {
     "functional.policy": ("PolicyLoss",),
     "types": ("Completion", "Node", "Rollouts"),
     "environment.joint_format": ("TaggedSections",),
+    "environment.text_environment": ("TextEnvironment",),
     "data.datamodule": ("TaskDataModule",),
     "evaluation": ("evaluate",),
     "loggers": ("TaskWandbLogger", "wandb_logger"),

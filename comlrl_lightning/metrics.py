@@ -46,6 +46,8 @@ LEARNED = "learned/"
 """Before the reward metrics of rollouts that a reward model has scored."""
 UNPARSED = "unparsed_share"
 """Where one model answers for all agents: share of its completions in which no answer was found."""
+EPISODE_METRICS = ("episode/return_mean", "episode/turns_mean", "episode/unfinished_share")
+"""With an environment: sum of an episode's rewards, number of its steps, share of episodes that ``num_turns`` ended."""
 REWARD_TIMEOUTS = "reward_timeouts"
 """Where a reward stands for them: calls of the reward function, per batch and process, that ran out of time."""
 LEFT_OUT = "left_out"

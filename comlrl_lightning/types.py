@@ -69,10 +69,10 @@ class Node:
     parent: tuple[int, int] | None
     """Position in `Rollouts.nodes` of the parent and the index of its joint completion; None at turn 1."""
     prompts: tuple[Prompt, ...]
-    """`[N]` prompts as the formatters returned them."""
+    """`[N]` prompts as the formatters or the environment returned them; empty for agents that do not act."""
     completions: tuple[tuple[Completion, ...], ...]
     """`[N][K]` completions; `[1][K]` of a model that answers for all. Where joint completions are left out for want of
-    a reward, K may differ between agents."""
+    a reward, K may differ between agents; agents that do not act have none."""
     joint: tuple[tuple[int, ...], ...]
     """`[J][N]` index of each agent's completion in each joint completion; `[J][1]` of a model that answers for all."""
     rewards: tuple[float, ...]
@@ -83,14 +83,18 @@ class Node:
     """`[K][N]` the agents' answers in each completion of a model that answers for all; None if each agent answers."""
 
     def joint_completion(self, index: int) -> tuple[Completion, ...]:
-        """`[N]` the completions that form joint completion `index`: who was sampled, `[1]` if one answers for all."""
-        return tuple(group[k] for group, k in zip(self.completions, self.joint[index], strict=True))
+        """The completions that form joint completion `index`: one per acting agent, or that of one model for all."""
+        return tuple(group[k] for group, k in zip(self.completions, self.joint[index], strict=True) if group)
+
+    def acts(self, agent: int) -> bool:
+        """Whether an agent answers at this node."""
+        return self.sections is not None or bool(self.completions[agent])
 
     def answers(self, index: int) -> list[str]:
-        """`[N]` the agents' texts in joint completion `index`, whoever wrote them."""
+        """`[N]` the agents' texts in joint completion `index`; empty for agents that do not act."""
         if self.sections is not None:
             return list(self.sections[self.joint[index][0]])
-        return [completion.text for completion in self.joint_completion(index)]
+        return [group[k].text if group else "" for group, k in zip(self.completions, self.joint[index], strict=True)]
 
     def to_state(self) -> dict[str, Any]:
         """Plain values for a checkpoint that loads with ``weights_only=True``."""
@@ -123,6 +127,8 @@ class Rollouts:
     """Calls of the reward function that ran out of time; None where that is an error."""
     num_left_out: int | None = None
     """Joint completions that were left out because rewards were None; None where that is an error."""
+    num_unfinished: int | None = None
+    """Episodes that ``num_turns`` ended; None where there is no environment."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Mean of each part of `WeightedRewards` over all joint completions; empty for other rewards."""
 
@@ -186,6 +192,7 @@ def merge_rollouts(parts: Iterable[Rollouts]) -> Rollouts:
         nodes.append(replace(node, task=slot[part, node.task], parent=parent))
     late = [part.num_late for part in parts if part.num_late is not None]
     left_out = [part.num_left_out for part in parts if part.num_left_out is not None]
+    unfinished = [part.num_unfinished for part in parts if part.num_unfinished is not None]
     return Rollouts(
         tuple(parts[part].items[task] for _, part, task in tasks),
         tuple(index for index, _, _ in tasks),
@@ -195,6 +202,7 @@ def merge_rollouts(parts: Iterable[Rollouts]) -> Rollouts:
         sum(part.num_unparsed for part in parts),
         sum(late) if late else None,
         sum(left_out) if left_out else None,
+        sum(unfinished) if unfinished else None,
         _merged_parts(parts),
     )
 

@@ -20,7 +20,7 @@ from tests.golden.update import MARGIN, measured_margins
 KEPT = {name: case for name, case in CASES.items() if case.stop is not None}
 """Runs with a checkpoint from an older version of the package."""
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:early_termination_threshold=1.5 stopped a node"),
+    pytest.mark.filterwarnings("ignore:early_termination_threshold=1.5 stopped a joint"),
     pytest.mark.filterwarnings("ignore:sampling with top_p=1.0, top_k=12"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks"),
 ]

@@ -7,7 +7,6 @@ from typing_extensions import override
 from comlrl_lightning.algorithms.methods import ActorCriticMethod, PolicyMethod
 from comlrl_lightning.algorithms.policy_gradient import PolicyGradientModule
 from comlrl_lightning.environment.functions import TaskFunctions
-from comlrl_lightning.utilities.checks import check_flag
 
 
 class ActorCriticModule(ActorCriticMethod, PolicyGradientModule):
@@ -19,19 +18,14 @@ class ActorCriticModule(ActorCriticMethod, PolicyGradientModule):
     all trajectories that still run; it gets ``prompts`` at the first turn only, where they share them.
     """
 
-    per_agent_rewards: bool = False
-    """``reward_func`` returns one row of N rewards per joint completion, and each agent is credited with its own. Early
-    termination and reward metrics then look at the mean over the agents."""
-
     @override
     def check_settings(self) -> None:
         super().check_settings()
         self.value_settings()
-        check_flag(per_agent_rewards=self.per_agent_rewards)
 
     @override
-    def make_functions(self) -> TaskFunctions:
-        functions = super().make_functions()
+    def make_task_functions(self) -> TaskFunctions:
+        functions = super().make_task_functions()
         reward = functions.reward.of_trajectories(self.per_agent_rewards, several_turns=self.num_turns > 1)
         return replace(functions, reward=reward)
 

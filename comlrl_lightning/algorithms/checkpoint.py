@@ -59,7 +59,7 @@ FREE_SETTINGS = (
 MEANS = ("gradient_checkpointing", "api_key_env", "timeout_seconds", "max_retries", "max_concurrency")
 """Settings of models that cost memory or time, or reach a server, and change no result: a run may go on with others."""
 
-NEWER_SETTINGS = {"reward_none": "error"}
+NEWER_SETTINGS = {"environment": None, "per_agent_rewards": False, "reward_none": "error"}
 """Fixed settings of algorithms that older checkpoints lack, and what they meant."""
 
 
@@ -236,6 +236,9 @@ def load_run(module: ResumableModule, checkpoint: Mapping[str, Any], *, fitting:
         saved = with_current_paths(
             {"algorithm": state["algorithm"], **state["settings"], **_fixed(state["optimization"])}
         )
+        if saved.get("early_termination_threshold") is None:
+            saved.setdefault("early_termination", current.get("early_termination"))
+        saved.setdefault("early_termination", "group")
         check_settings(with_newer_settings(saved, current), current)
         if module.trainer.strategy.lightning_restore_optimizer and "optimizer_states" not in checkpoint:
             raise ValueError(

@@ -132,13 +132,13 @@ class MARLHF(PreferenceModule, BufferedPolicyModule):
         """The task with the reward model's scores, as they are standardized in this round, as its reward."""
         reward = LearnedReward(self.reward_learner, Moments(self.rounds.offset, self.rounds.scale))
         # It is no function of the user: it runs in place, where its weights are.
-        return replace(self.functions, reward=reward.checked(self.num_agents), workers=RewardWorkers())
+        return replace(self.task_functions, reward=reward.checked(self.num_agents), workers=RewardWorkers())
 
     @override
     def candidate_functions(self) -> tuple[TaskFunctions, bool]:
         if self.preference_scoring == "reward_model" and self.rounds.is_fitted:
             return self._learned_functions(), False
-        return self.functions, True
+        return self.task_functions, True
 
     @override
     def save_models(self, folder: Path) -> None:

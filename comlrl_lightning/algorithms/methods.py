@@ -148,6 +148,11 @@ class CriticFreeMethod(PolicyMethod):
 
     @override
     def check_method(self, shape: RolloutShape, num_agents: int, sampling: Sampling, max_nodes: int) -> None:
+        if shape.trajectories and self.joint_mode == "cross":
+            raise ValueError(
+                f"{self.method_name}(joint_mode='cross') combines completions of the same prompts, and the episodes of"
+                " an environment part after their first step. Use joint_mode='aligned'."
+            )
         if shape.num_generations == 1 and self.advantage_normalization == "batch":
             raise ValueError(
                 f"{self.method_name}(num_generations=1, advantage_normalization='batch') has no spread inside groups to"

@@ -51,16 +51,19 @@ from comlrl_lightning.data.datamodule import TaskBatch
 from comlrl_lightning.environment.functions import TaskFunctions
 from comlrl_lightning.environment.joint_format import JointFormat, joint_format_of
 from comlrl_lightning.environment.reward_workers import RewardWorkers
+from comlrl_lightning.environment.text_environment import Environments
 from comlrl_lightning.files import whole_folder
 from comlrl_lightning.keywords import check_keywords
 from comlrl_lightning.learning.gradients import IdleSteps
 from comlrl_lightning.learning.updates import OptimizerSteps, StepLearner, StepStats
 from comlrl_lightning.loggers import keep_run_ids
-from comlrl_lightning.metrics import UNPARSED, MetricTable, evaluation_keys, training_keys
+from comlrl_lightning.metrics import EPISODE_METRICS, UNPARSED, MetricTable, evaluation_keys, training_keys
 from comlrl_lightning.rollouts.collect import Collector, RolloutShape, Sampler
 from comlrl_lightning.rollouts.credit import CreditedNode, assign_credit
+from comlrl_lightning.rollouts.episodes import EpisodeCollector
 from comlrl_lightning.rollouts.recording import (
     prediction,
+    record_episodes,
     record_final_rewards,
     record_late,
     record_left_out,
@@ -91,6 +94,7 @@ FUNCTION_SETTINGS = (
     "formatters",
     "reward_processor",
     "external_transition",
+    "environment",
     "optimizer",
     "lr_scheduler",
 )
@@ -207,9 +211,15 @@ class CooperativeModule(DataclassModule):
     def _take_functions_of_task(self) -> None:
         """Fill in what the task brings: settings, also those in checkpoints, then name each function by itself."""
         if self.task is not None:
-            task = load_task(self.task)
-            for name in FUNCTIONS:
-                if name in self.settings() and getattr(self, name) is None:
+            task, settings = load_task(self.task), self.settings()
+            if settings.get("environment") is not None:
+                names: Sequence[str] = ()
+            elif self.reward_func is not None:
+                names = [name for name in FUNCTIONS if name != "environment"]
+            else:
+                names = FUNCTIONS
+            for name in names:
+                if name in settings and settings[name] is None:
                     setattr(self, name, getattr(task, name))
             num_agents = getattr(from_plain("agents", self.agents), "num_agents", None)
             if task.num_agents not in (None, num_agents):
@@ -217,6 +227,14 @@ class CooperativeModule(DataclassModule):
                     f"The task is made for {task.num_agents} agents, and agents= has {num_agents}. Use as many."
                 )
             self.task = None
+        self.check_reward()
+
+    def check_reward(self) -> None:
+        """Refuse a module without a reward.
+
+        Raises:
+            ValueError: If there is none.
+        """
         if self.reward_func is None:
             raise ValueError("There is no reward. Give reward_func=, or task= with one.")
 
@@ -273,7 +291,21 @@ class CooperativeModule(DataclassModule):
         check_choice(("error", "skip"), reward_none=self.reward_none)
         check_whole(0, seed=self.seed)
 
-    def make_functions(self) -> TaskFunctions:
+    def make_functions(self) -> TaskFunctions | Environments:
+        """The user's functions, or environments, behind checked calls.
+
+        Raises:
+            ValueError: If a function does not fit.
+        """
+        return self.make_task_functions()
+
+    @property
+    def task_functions(self) -> TaskFunctions:
+        """The user's functions, of a task without an environment."""
+        assert isinstance(self.functions, TaskFunctions)
+        return self.functions
+
+    def make_task_functions(self) -> TaskFunctions:
         """The user's functions behind checked calls.
 
         Raises:
@@ -305,15 +337,17 @@ class CooperativeModule(DataclassModule):
 
     def training_metric_keys(self) -> list[str]:
         """All metrics that training may log."""
-        keys = training_keys(self.num_turns, self.team_size, self.penalizes_kl, self.functions.reward.part_names)
+        keys = training_keys(self.num_turns, self.team_size, self.penalizes_kl, self.functions.part_names)
         return [*keys, *self._section_keys()]
 
     def evaluation_metric_keys(self) -> list[str]:
         """All metrics that an evaluation may log, without the prefix ``eval/``."""
-        keys = evaluation_keys(self.num_turns, self.penalizes_kl, self.functions.reward.part_names)
+        keys = evaluation_keys(self.num_turns, self.penalizes_kl, self.functions.part_names)
         return [*keys, *self._section_keys()]
 
     def _section_keys(self) -> list[str]:
+        if isinstance(self.functions, Environments):
+            return list(EPISODE_METRICS)
         return [] if self.functions.joint_format is None else [UNPARSED]
 
     @property
@@ -441,7 +475,7 @@ class CooperativeModule(DataclassModule):
         stage: int,
         sampling: Sampling,
         shape: RolloutShape,
-        functions: TaskFunctions,
+        functions: TaskFunctions | Environments,
         sampler: Sampler | None = None,
     ) -> Rollouts:
         """Roll out the items of a batch.
@@ -451,13 +485,16 @@ class CooperativeModule(DataclassModule):
             stage: Keeps random streams apart.
             sampling: How completions are drawn.
             shape: Width and depth.
-            functions: The user's functions.
+            functions: The user's functions, or environments.
             sampler: Source of the completions; None: the team.
         """
         evaluates = stage in (EVALUATE, PREDICT)
         seed = self.eval_seed if evaluates and self.eval_seed is not None else self.seed
         key = (seed, stage, 0 if evaluates else batch.epoch)
         team = self.team if sampler is None else sampler
+        if isinstance(functions, Environments):
+            episodes = EpisodeCollector(team, functions, shape, sampling, key, self._show_progress)
+            return episodes.collect(batch.items, batch.indices)
         collector = Collector(team, functions, shape, sampling, key, self._show_progress)
         return collector.collect(batch.items, batch.indices, keep_unscored=stage == PREDICT)
 
@@ -534,6 +571,7 @@ class CooperativeModule(DataclassModule):
         record_unparsed(self.evaluation_metrics, rollouts)
         record_late(self.evaluation_metrics, rollouts)
         record_left_out(self.evaluation_metrics, rollouts)
+        record_episodes(self.evaluation_metrics, rollouts)
         self.record_evaluation(rollouts)
 
     @property

@@ -16,6 +16,7 @@ from comlrl_lightning.algorithms.module import TRAIN, CooperativeModule
 from comlrl_lightning.data.datamodule import TaskBatch
 from comlrl_lightning.environment.functions import TaskFunctions
 from comlrl_lightning.environment.prompts import Transition
+from comlrl_lightning.environment.text_environment import Environments
 from comlrl_lightning.learning.actor_critic import ActorCriticLearner
 from comlrl_lightning.learning.settings import PolicySettings
 from comlrl_lightning.metrics import agent_key, critic_keys
@@ -102,7 +103,7 @@ class BufferedPolicyModule(CooperativeModule):
             self.loss_settings,
             self.micro_batch_tokens,
             self.training_metrics,
-            per_agent=self.functions.reward.per_agent,
+            per_agent=self.functions.per_agent,
         )
         if isinstance(self.learner, ActorCriticLearner):
             self.critics = self.learner.critics
@@ -183,6 +184,15 @@ class BufferedPolicyModule(CooperativeModule):
 class PolicyGradientModule(BufferedPolicyModule):
     """Learns from the task's reward, in one or many turns. A family of algorithms is a method, too: its own."""
 
+    environment: Callable[..., Any] | str | None = None
+    """A class, or a function without arguments, that makes a `TextEnvironment`, or its import path: state, prompts,
+    rewards and the order in which agents act, in place of `formatters`, `reward_func` and `external_transition`. Each
+    task item is played `num_generations` times, in episodes of at most `num_turns` steps. None: all agents act in every
+    turn."""
+    per_agent_rewards: bool = False
+    """Each agent is credited with rewards of its own: ``reward_func`` returns one row of N rewards per joint
+    completion, an environment a dict by agent. Early termination and reward metrics then look at the mean over the
+    agents."""
     external_transition: Callable[..., Any] | None = None
     """Returns the N next prompts after a joint completion; needed when ``num_turns > 1``."""
     external_prompt_passthrough: bool = False
@@ -192,8 +202,12 @@ class PolicyGradientModule(BufferedPolicyModule):
     discount: float = 1.0
     """Factor per turn of later rewards in a return, from 0 to 1."""
     early_termination_threshold: float | None = None
-    """A node whose mean processed reward exceeds it is not continued, in training and in evaluation. Stopping means
-    reward 0 ever after: with positive rewards it punishes the better branch. None: never."""
+    """A joint completion whose processed reward exceeds it is not continued, in training and in evaluation. Stopping
+    means reward 0 ever after: with positive rewards it punishes the better branch. None: never."""
+    early_termination: Literal["completion", "group"] = "completion"
+    """``"completion"``: each joint completion stops by its own reward. ``"group"``: the mean reward of a node stops or
+    continues all its joint completions, as comlrl does; the returns of the others then depend on the own completion,
+    and no baseline of a tree is unbiased. Trajectories stop one by one in any case."""
 
     @override
     def check_settings(self) -> None:
@@ -202,15 +216,49 @@ class PolicyGradientModule(BufferedPolicyModule):
         check_share(discount=self.discount)
         check_finite(early_termination_threshold=self.early_termination_threshold)
         check_whole(1, num_turns=self.num_turns)
-        check_flag(external_prompt_passthrough=self.external_prompt_passthrough)
+        check_flag(
+            external_prompt_passthrough=self.external_prompt_passthrough, per_agent_rewards=self.per_agent_rewards
+        )
+        if self.environment is not None and self.early_termination_threshold is not None:
+            raise ValueError(
+                f"early_termination_threshold={self.early_termination_threshold} does not go with environment=, which"
+                " says itself when an episode is over. Leave it out."
+            )
 
     @override
-    def make_functions(self) -> TaskFunctions:
+    def check_reward(self) -> None:
+        if self.environment is None:
+            super().check_reward()
+            return
+        for name in ("reward_func", "formatters", "external_transition"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}= does not go with environment=, which gives prompts and rewards. Leave it out."
+                )
+
+    @override
+    def make_functions(self) -> TaskFunctions | Environments:
+        if self.environment is None:
+            return self.make_task_functions()
+        if self.collaboration != "decentralized":
+            raise ValueError(
+                f"collaboration={self.collaboration!r} does not go with environment=, in which each agent acts by"
+                " itself. Leave one out."
+            )
+        assert callable(self.environment)
+        return Environments(
+            self.environment, self.num_agents, per_agent=self.per_agent_rewards, processor=self.reward_processor
+        )
+
+    @override
+    def make_task_functions(self) -> TaskFunctions:
         if self.num_turns > 1 and self.external_transition is None:
             raise ValueError(
                 f"num_turns={self.num_turns} needs prompts for the turns after the first. Give external_transition."
             )
-        functions = super().make_functions()
+        functions = super().make_task_functions()
+        if self.per_agent_rewards:
+            functions = replace(functions, reward=functions.reward.of_agents())
         transition = self.external_transition
         return replace(
             functions,
@@ -220,10 +268,13 @@ class PolicyGradientModule(BufferedPolicyModule):
 
     @override
     def rollout_shape(self) -> RolloutShape:
+        shape = super().rollout_shape()
         return replace(
-            super().rollout_shape(),
+            shape,
             num_turns=self.num_turns,
+            trajectories=shape.trajectories or self.environment is not None,
             early_termination_threshold=self.early_termination_threshold,
+            early_termination=self.early_termination,
         )
 
     @property

@@ -162,7 +162,7 @@ class PreferenceModule(CooperativeModule):
 
     def candidate_functions(self) -> tuple[TaskFunctions, bool]:
         """The functions that candidates are scored by, and whether they hold the task's own reward."""
-        return self.functions, True
+        return self.task_functions, True
 
     def _pairs(
         self, batch: TaskBatch, rollouts: Rollouts, phase: Phase, functions: TaskFunctions

@@ -129,12 +129,13 @@ class CriticTeam(nn.Module):
     def values(self, samples: Sequence[Sequence[Completion]]) -> Tensor:
         """`[R, num_outputs]` (central) or `[R, N]` (agent i's own critic in column i), with gradients where enabled.
 
-        Rows that read the same are read once.
+        Rows that read the same are read once. Agents that do not act have no value: 0 stands in their columns.
 
         Args:
-            samples: `[R][N]` joint completions with their prompts.
+            samples: `[R][N]` joint completions with their prompts; fewer where some agents do not act.
         """
-        rows = [row for sample in samples for row in self._rows(sample)]
+        of_samples = [self._rows(sample) for sample in samples]
+        rows = [row for found in of_samples for row in found]
         order = sorted(set(rows), key=lambda row: (row[0], len(row[1]), row[1]))
         device = self._heads[0].output.weight.device
         parts = [part.to(device) for part in self._read_all(order)]
@@ -142,7 +143,12 @@ class CriticTeam(nn.Module):
             return self._heads[0].output.weight.new_zeros(0, self.num_outputs)
         place = {row: position for position, row in enumerate(order)}
         index = torch.tensor([place[row] for row in rows], device=device)
-        return torch.cat(parts)[index].view(len(samples), self.num_outputs)
+        read = torch.cat(parts)[index]
+        if len(rows) == len(samples) * self.num_critics:
+            return read.view(len(samples), self.num_outputs)
+        cells = [sample * self.num_outputs + critic for sample, found in enumerate(of_samples) for critic, _ in found]
+        values = read.new_zeros(len(samples) * self.num_outputs)
+        return values.index_put((torch.tensor(cells, device=device),), read[:, 0]).view(len(samples), self.num_outputs)
 
     def _read_all(self, order: Sequence[tuple[int, tuple[int, ...]]]) -> list[Tensor]:
         """Values of rows that are ordered by critic, batch after batch."""
@@ -170,10 +176,7 @@ class CriticTeam(nn.Module):
         """Which critic reads which tokens of a joint completion."""
         if self.centralized:
             return [(0, self.bodies[0].reader.ids(sample))]
-        return [
-            (critic, body.reader.ids((one,)))
-            for critic, (body, one) in enumerate(zip(self.bodies, sample, strict=True))
-        ]
+        return [(one.agent, self.bodies[one.agent].reader.ids((one,))) for one in sample]
 
     def _batches(
         self, rows: Sequence[tuple[int, tuple[int, ...]]]

@@ -25,6 +25,16 @@ class TaskFunctions:
     workers: RewardWorkers = field(default_factory=RewardWorkers)
     """Where the reward runs."""
 
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Names of the parts of the reward."""
+        return self.reward.part_names
+
+    @property
+    def per_agent(self) -> bool:
+        """Whether each agent is credited with rewards of its own."""
+        return self.reward.per_agent
+
     @classmethod
     def of_functions(
         cls,

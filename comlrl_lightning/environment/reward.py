@@ -168,6 +168,10 @@ class RewardFunction:
         bare._processor = None
         return bare
 
+    def of_agents(self) -> RewardFunction:
+        """The same function, which returns one number per agent and joint completion."""
+        return self.of_trajectories(per_agent=True, several_turns=False)
+
     def of_trajectories(self, per_agent: bool, *, several_turns: bool) -> RewardFunction:
         """The same function for trajectories, which share their prompts at the first turn only.
 

@@ -167,7 +167,7 @@ def subtract_kl(advantages: Tensor, kappa: Tensor, coefficient: float, baseline:
     Returns:
         `[..., K]` advantages.
     """
-    if kappa.shape[-1] == 1:
+    if kappa.shape[-1] <= 1:
         baseline = "none"
     elif baseline == "group_max":
         baseline = "group_mean"

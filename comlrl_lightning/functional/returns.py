@@ -41,8 +41,14 @@ def node_weights(parents: Parents, num_joint: Sequence[int]) -> Tensor:
     """`[nodes]` probability of coming to each node by a fair choice among the joint completions of every ancestor.
 
     The weight is the product of 1/J over the ancestors, so the losses of all turns count as in the expected return: the
-    loss of a tree is ``sum(weight * loss) / sum(weight)``. A branch that ended early leaves the others' weights as they
-    are. Add both sums over ranks before dividing.
+    loss of trees is ``sum(weight * loss) / (roots * T)``. Without early stops ``roots * T`` is the sum of the weights.
+    A branch that ended early leaves the others' weights and the divisor as they are: a divisor that depends on actions,
+    as the sum of the weights then does, makes the gradient biased, up to its sign. Add sums and roots over ranks before
+    dividing.
+
+    Example: one action with probability 1/2 each, K=1, no baseline; 1 earns 1 and ends, 0 goes on to a reward of 1.2.
+    The gradient of the expected return is ``p (1-p) (1 - 1.2) = -.05``, halved by T=2: ``-.025``. Divided by the sum of
+    the weights it would be ``1/2 (.5 * 1) + 1/2 (-.5 * 1.2) / 2 = +.10``.
 
     Args:
         parents: `[nodes]` where each node hangs.

@@ -26,7 +26,7 @@ class Credit(NamedTuple):
     """`[..., T]` what the values should have been: advantages plus values."""
 
 
-def gae(rewards: Tensor, values: Tensor, discount: float, gae_lambda: float) -> Credit:
+def gae(rewards: Tensor, values: Tensor, discount: float | Tensor, gae_lambda: float) -> Credit:
     """`[..., T]` generalized advantages and value targets of trajectories (https://arxiv.org/abs/1506.02438, eq. 16).
 
     ``A_t = delta_t + discount * gae_lambda * A_{t+1}`` with ``delta_t = r_t + discount * V_{t+1} - V_t``, and nothing
@@ -35,14 +35,42 @@ def gae(rewards: Tensor, values: Tensor, discount: float, gae_lambda: float) -> 
     Args:
         rewards: `[..., T]` reward of each turn.
         values: `[..., T]` value of each turn as the critic saw it when the trajectory was sampled.
-        discount: Factor per turn.
+        discount: Factor per turn; `[..., T]` factors from each turn to the next if they differ.
         gae_lambda: From 0 (the critic is trusted) to 1 (the rewards alone).
     """
+    discount = torch.as_tensor(discount, dtype=values.dtype).expand_as(values)
     following = torch.cat([values[..., 1:], torch.zeros_like(values[..., :1])], dim=-1)
     advantages = rewards + discount * following - values
     for turn in reversed(range(advantages.shape[-1] - 1)):
-        advantages[..., turn] += discount * gae_lambda * advantages[..., turn + 1]
+        advantages[..., turn] += discount[..., turn] * gae_lambda * advantages[..., turn + 1]
     return Credit(advantages, advantages + values)
+
+
+def rewards_between_acts(rewards: Tensor, acts: Tensor, discount: float) -> tuple[Tensor, Tensor]:
+    """Rewards and discounts of a trajectory as an agent sees it that acts at some of its steps only.
+
+    The reward of an act at step t is ``sum_{s=t}^{u-1} discount^(s-t) r_s`` up to its next act at step u, to which the
+    factor ``discount^(u-t)`` leads: a semi-Markov decision process (Sutton, Precup and Singh, 1999). Rewards before the
+    first act belong to no act.
+
+    Example: rewards (1, 2, 4), acts at steps 1 and 3, discount 1/2: rewards (2, 4), discounts (1/4, 1/2).
+
+    Args:
+        rewards: `[T]` reward of each step.
+        acts: `[T]` True = the agent acts.
+        discount: Factor per step.
+
+    Returns:
+        `[A]` rewards and `[A]` discounts of its A acts.
+    """
+    steps = torch.nonzero(acts).flatten().tolist()
+    ends = [*steps[1:], len(rewards)]
+    summed = [
+        sum(discount ** (step - start) * float(rewards[step]) for step in range(start, end))
+        for start, end in zip(steps, ends, strict=False)
+    ]
+    factors = [discount ** (end - start) for start, end in zip(steps, ends, strict=False)]
+    return rewards.new_tensor(summed), rewards.new_tensor(factors)
 
 
 def leave_one_out_weights(targets: Tensor, values: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from comlrl_lightning.functional.values import (
     explained_variance_moments,
     gae,
     leave_one_out_weights,
+    rewards_between_acts,
     value_loss,
 )
 from comlrl_lightning.learning.minibatches import PreparedNode, UpdateStats, ValueRow
@@ -84,18 +85,28 @@ class ActorCriticLearner(Learner):
             return []
         values = self.values([entry.node.joint_completion(0) for entry in credited])
         rewards = torch.stack([_rewards(entry.node, values.shape[1]) for entry in credited])
-        advantages, targets, errors = (torch.empty_like(values) for _ in range(3))
-        for trajectory in trajectories(rollouts.nodes):
-            played = rewards[trajectory].T, values[trajectory].T
-            credit = gae(*played, discount, self.value.gae_lambda)
-            advantages[trajectory], targets[trajectory] = credit.advantages.T, credit.targets.T
-            errors[trajectory] = gae(*played, discount, 0.0).advantages.T
+        advantages, targets, errors = (torch.zeros_like(values) for _ in range(3))
+        valued = self._valued(rollouts.nodes)
+        for trajectory in map(torch.tensor, trajectories(rollouts.nodes)):
+            for output, acts in enumerate(valued[trajectory].T):
+                played, own = trajectory[acts], rewards[trajectory, output]
+                between, factors = rewards_between_acts(own, acts, discount)
+                seen = between, values[played, output], factors
+                credit = gae(*seen, self.value.gae_lambda)
+                advantages[played, output], targets[played, output] = credit.advantages, credit.targets
+                errors[played, output] = gae(*seen, 0.0).advantages
         if self.value.critic_type == "q":
             for group in siblings(rollouts.nodes):
                 advantages[group] = leave_one_out_weights(targets[group].T, values[group].T).T
         weights = advantages.expand(-1, self.team.num_agents)
         rows = zip(credited, *(table.tolist() for table in (values, targets, errors, weights)), strict=True)
         return [replace(entry, critique=Critique(*map(tuple, numbers))) for entry, *numbers in rows]
+
+    def _valued(self, nodes: Sequence[Node]) -> Tensor:
+        """`[nodes, O]` True = the critic of the column values the node: a critic of one agent where that agent acts."""
+        central = self.critics.centralized
+        outputs = range(self.critics.num_outputs)
+        return torch.tensor([[central or node.acts(output) for output in outputs] for node in nodes])
 
     @torch.no_grad()
     def values(self, samples: Sequence[tuple[Completion, ...]]) -> Tensor:
@@ -115,15 +126,22 @@ class ActorCriticLearner(Learner):
     ) -> list[list[Tensor]]:
         raw = torch.tensor([_critique(entry).advantages for entry in buffer], dtype=torch.float64)
         raw = raw.reshape(len(buffer), self.team.num_agents)
+        agents = range(self.team.num_agents)
+        acts = torch.tensor([[entry.node.acts(agent) for agent in agents] for entry in buffer], dtype=torch.bool)
+        acts = acts.reshape(len(buffer), self.team.num_agents)
         if self.value.advantage_normalization:
             turns = torch.tensor([entry.node.turn for entry in buffer])
-            raw = self._normalized(raw, [turns == turn for turn in range(1, num_turns + 1)])
+            raw = self._normalized(raw, [(turns == turn)[:, None] & acts for turn in range(1, num_turns + 1)])
+        rows = [
+            [row[agent : agent + 1] if acting[agent] else row[:0] for agent in agents]
+            for row, acting in zip(raw, acts, strict=True)
+        ]
         if kappa is None:
-            return [list(row[:, None]) for row in raw]
+            return rows
         coefficient = self.settings.reference_kl_coef
         return [
-            [subtract_kl(one, own, coefficient, "none") for one, own in zip(row[:, None], of_node, strict=True)]
-            for row, of_node in zip(raw, kappa, strict=True)
+            [subtract_kl(one, own, coefficient, "none") for one, own in zip(row, of_node, strict=True)]
+            for row, of_node in zip(rows, kappa, strict=True)
         ]
 
     def _normalized(self, advantages: Tensor, turns: Sequence[Tensor]) -> Tensor:
@@ -131,16 +149,20 @@ class ActorCriticLearner(Learner):
 
         Args:
             advantages: `[nodes, N]`.
-            turns: `[T][nodes]` which nodes are of each turn.
+            turns: `[T][nodes, N]` which nodes are of each turn, and which agents act there.
         """
         columns = range(advantages.shape[1])
         moments = torch.stack(
-            [torch.stack([advantage_moments(advantages[chosen, agent]) for agent in columns]) for chosen in turns]
+            [
+                torch.stack([advantage_moments(advantages[chosen[:, agent], agent]) for agent in columns])
+                for chosen in turns
+            ]
         )
-        normalized = torch.empty_like(advantages)
+        normalized = torch.zeros_like(advantages)
         for chosen, of_turn in zip(turns, all_reduce_sum(moments), strict=True):
             for agent in columns:
-                normalized[chosen, agent] = center_and_scale(advantages[chosen, agent], of_turn[agent])
+                acting = chosen[:, agent]
+                normalized[acting, agent] = center_and_scale(advantages[acting, agent], of_turn[agent])
         return normalized
 
     @override
@@ -156,12 +178,13 @@ class ActorCriticLearner(Learner):
     def _record_values(self, buffer: Sequence[CreditedNode]) -> None:
         """How well the critics foresaw the returns of the buffers of all ranks, per agent."""
         for agent in range(self.team.num_agents):
-            values = torch.tensor([_of_agent(_critique(entry).values, agent) for entry in buffer], dtype=torch.float64)
-            returns = torch.tensor([entry.returns[agent][0] for entry in buffer], dtype=torch.float64)
+            own = [entry for entry in buffer if entry.node.acts(agent)]
+            values = torch.tensor([_of_agent(_critique(entry).values, agent) for entry in own], dtype=torch.float64)
+            returns = torch.tensor([entry.returns[agent][0] for entry in own], dtype=torch.float64)
             share = explained_variance(all_reduce_sum(explained_variance_moments(values, returns)))
             if math.isfinite(share):
                 self.table.update(agent_key(agent, "explained_variance"), share)
-            errors = [abs(_of_agent(_critique(entry).td_errors, agent)) for entry in buffer]
+            errors = [abs(_of_agent(_critique(entry).td_errors, agent)) for entry in own]
             self.table.update(agent_key(agent, "td_error"), torch.tensor(errors, dtype=torch.float64))
 
     @override
@@ -172,6 +195,12 @@ class ActorCriticLearner(Learner):
             self.critics.lengths([row.completions for row in rows]), self.micro_batch_tokens
         ):
             yield self.value_loss([rows[position] for position in positions], stats)
+
+    def _counted(self, rows: Sequence[ValueRow]) -> Tensor:
+        """`[R, O]` 1 = the critic of the column values the joint completion."""
+        central, outputs = self.critics.centralized, range(self.critics.num_outputs)
+        acting = [{one.agent for one in row.completions} for row in rows]
+        return torch.tensor([[float(central or output in agents) for output in outputs] for agents in acting])
 
     def value_loss(self, rows: Sequence[ValueRow], stats: UpdateStats) -> Tensor:
         """`[]` summed value losses of joint completions; divide by the nodes of the mini-batch, not here.
@@ -187,7 +216,7 @@ class ActorCriticLearner(Learner):
         targets = values.new_tensor([row.targets for row in rows])
         old_values = values.new_tensor([row.old_values for row in rows])
         losses = value_loss(values, targets, old_values, self.value.value_clip_range)
-        stats.add_values(losses)
+        stats.add_values(losses, self._counted(rows).to(losses))
         weight = self.value.value_loss_coef if self.critics.shares_parameters() else 1.0
         return weight * losses.sum() / (losses.shape[1] if self.critics.num_critics == 1 else 1)
 

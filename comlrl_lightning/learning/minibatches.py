@@ -65,8 +65,8 @@ class UpdateStats:
         self.per_token = ("entropy", "sampler_gap", *per_token)
         self.loss = torch.zeros(num_agents, dtype=torch.float64)
         self.value_loss = torch.zeros(num_agents, dtype=torch.float64)
-        self.num_values = 0
-        """Joint completions that the critics valued."""
+        self.num_values = torch.zeros(num_agents, dtype=torch.float64)
+        """Joint completions that the critics valued, per agent."""
         self._sums: dict[str, Tensor] = {}
         self._lock = Lock()
 
@@ -80,10 +80,15 @@ class UpdateStats:
                 total = self._sums.setdefault(name, torch.zeros(self.num_agents, dtype=torch.float64))
                 total.index_add_(0, agents, values)
 
-    def add_values(self, losses: Tensor) -> None:
-        """Add the `[R, O]` value losses of joint completions; all agents share a single output."""
+    def add_values(self, losses: Tensor, counted: Tensor) -> None:
+        """Add the `[R, O]` value losses of joint completions; all agents share a single output.
+
+        Args:
+            losses: Losses.
+            counted: `[R, O]` 1 = there is a value, 0 = the agent of the column does not act.
+        """
         self.value_loss += losses.detach().cpu().double().sum(0).expand(self.num_agents)
-        self.num_values += len(losses)
+        self.num_values += counted.cpu().double().sum(0).expand(self.num_agents)
 
     def sums_of_losses(self) -> dict[str, float]:
         """Losses of this rank by agent and by critic, as summed so far."""
@@ -98,9 +103,8 @@ class UpdateStats:
         of_all_ranks = all_reduce_sum(ratio_sums)
         for agent in range(self.num_agents):
             metrics.update(agent_key(agent, "loss"), self.loss[agent] / max(num_nodes, 1), float(num_nodes))
-            if self.num_values:
-                value_loss = self.value_loss[agent] / self.num_values
-                metrics.update(agent_key(agent, "value_loss"), value_loss, self.num_values)
+            if num_values := float(self.num_values[agent]):
+                metrics.update(agent_key(agent, "value_loss"), self.value_loss[agent] / num_values, num_values)
             if not (num_tokens := float(self._sums.get("num_tokens", none)[agent])):
                 continue
             metrics.update(agent_key(agent, "clip_share"), self._sums["num_clipped"][agent] / num_tokens, num_tokens)

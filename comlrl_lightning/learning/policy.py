@@ -34,7 +34,7 @@ from comlrl_lightning.learning.minibatches import (
 )
 from comlrl_lightning.learning.settings import PolicySettings
 from comlrl_lightning.metrics import MetricTable, agent_key, turn_key
-from comlrl_lightning.rollouts.credit import CreditedNode, assign_credit
+from comlrl_lightning.rollouts.credit import CreditedNode, assign_credit, with_peers
 from comlrl_lightning.types import Completion, Node, Rollouts
 from comlrl_lightning.utilities.distributed import all_reduce_sum
 
@@ -201,13 +201,15 @@ class Learner(ABC):
         nodes = [entry.node for entry in buffer]
         kappa = self._record_kl(self.table, nodes, *self.kl(completions, current)) if with_kl else None
         advantages = self.advantages(buffer, num_turns, kappa)
-        mean_weight = self._mean_weight(buffer)
+        divisor = self._divisor(buffer, num_turns)
         old = iter(current if stale else [None] * len(completions))
         prepared = []
         for entry, values in zip(buffer, advantages, strict=True):
             rows: list[PolicyRow] = []
             for agent, group in enumerate(entry.node.completions):
-                scale = entry.weight / mean_weight / len(group)
+                if not group:  # an agent that does not act
+                    continue
+                scale = entry.weight / divisor / len(group)
                 silent = self._is_silent(values[agent])
                 self.table.update(agent_key(agent, "zero_advantage_share"), float(not values[agent].any()))
                 group_tokens = sum(len(one.token_ids) for one in group) / len(group)
@@ -325,10 +327,15 @@ class Learner(ABC):
             first = last
         return per_node
 
-    def _mean_weight(self, buffer: Sequence[CreditedNode]) -> float:
-        totals = torch.tensor([sum(entry.weight for entry in buffer), len(buffer)], dtype=torch.float64)
-        weight, count = all_reduce_sum(totals).tolist()
-        return weight / count if count else 1.0
+    def _divisor(self, buffer: Sequence[CreditedNode], num_turns: int) -> float:
+        """Roots times turns per node of the buffers of all ranks.
+
+        A mini-batch takes the mean over its nodes of ``weight / divisor * loss``: over a whole buffer the sum of
+        ``weight * loss``, divided by roots times turns (`node_weights` has the reason).
+        """
+        num_roots = sum(entry.node.parent is None for entry in buffer)
+        roots, count = all_reduce_sum(torch.tensor([num_roots, len(buffer)], dtype=torch.float64)).tolist()
+        return roots * num_turns / count if count else 1.0
 
     def _is_silent(self, advantages: Tensor) -> bool:
         """Whether a group has no gradient at all, so that its forward pass can be left out."""
@@ -368,13 +375,19 @@ class GroupRelativeLearner(Learner):
         self.normalization: Normalization = normalization
 
     @override
+    def credit(self, rollouts: Rollouts, discount: float) -> list[CreditedNode]:
+        credited = super().credit(rollouts, discount)
+        return with_peers(credited, discount) if rollouts.num_unfinished is not None else credited
+
+    @override
     def advantages(
         self, buffer: Sequence[CreditedNode], num_turns: int, kappa: Sequence[Sequence[Tensor]] | None
     ) -> list[list[Tensor]]:
         returns = [_tables(entry) for entry in buffer]
         moments = torch.zeros(num_turns, self.team.num_agents, 2, dtype=torch.float64)
         for entry, values in zip(buffer, returns, strict=True):
-            moments[entry.node.turn - 1] += torch.stack([batch_moments(group) for table in values for group in table])
+            of_node = torch.stack([batch_moments(group) for table in values for group in table])
+            moments[entry.node.turn - 1] += of_node if entry.peers is None else _share_of_act(entry, of_node)
         if self.normalization == "batch":
             moments = all_reduce_sum(moments)
         advantages = []
@@ -386,6 +399,9 @@ class GroupRelativeLearner(Learner):
                 for table, scale in of_tables
                 for row in group_advantages(table, self.baseline, self.normalization, rms=scale)
             ]
+            if entry.peers is not None:
+                own = entry.node.path[0]
+                rows = [row[own : own + 1] if entry.node.acts(agent) else row[:0] for agent, row in enumerate(rows)]
             if kappa is not None:
                 pairs, coefficient = zip(rows, kappa[position], strict=True), self.settings.reference_kl_coef
                 rows = [subtract_kl(row, own, coefficient, self.kl_baseline) for row, own in pairs]
@@ -393,8 +409,16 @@ class GroupRelativeLearner(Learner):
         return advantages
 
 
+def _share_of_act(entry: CreditedNode, moments: Tensor) -> Tensor:
+    """`[N, 2]` moments of a group of episodes, for one act of each: 1/K, and nothing of agents that do not act."""
+    acts = torch.tensor([entry.node.acts(agent) for agent in range(len(moments))], dtype=moments.dtype)
+    return moments * acts[:, None] / moments[:, 1:].clamp(min=1.0)
+
+
 def _tables(entry: CreditedNode) -> list[Tensor]:
-    """Returns of a node's completions: one `[N, K]` table, or a `[1, K]` table per agent where K differs."""
+    """Returns of a group: one `[N, K]` table, or a `[1, K]` table per agent where K differs."""
+    if entry.peers is not None:
+        return [torch.tensor(entry.peers, dtype=torch.float64)]
     if len({len(group) for group in entry.returns}) == 1:
         return [torch.tensor(entry.returns, dtype=torch.float64)]
     return [torch.tensor([group], dtype=torch.float64) for group in entry.returns]

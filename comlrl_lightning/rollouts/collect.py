@@ -22,7 +22,7 @@ from comlrl_lightning.rewards import PartSums, part_means
 from comlrl_lightning.rollouts.unscored import is_known, without_unscored
 from comlrl_lightning.types import Completion, Node, Prompt, Rollouts, joint_indices, texts
 from comlrl_lightning.utilities.calls import Place
-from comlrl_lightning.utilities.checks import check_whole
+from comlrl_lightning.utilities.checks import check_choice, check_whole
 
 TurnProgress = Callable[[int, int], None]
 """Called with the turn and the number of completions that are still being sampled."""
@@ -59,19 +59,32 @@ class RolloutShape:
     joint_mode: str = "aligned"
     """``"aligned"`` pairs the k-th completions, ``"cross"`` takes all K^N combinations."""
     early_termination_threshold: float | None = None
-    """A node whose mean processed reward exceeds it is not expanded."""
+    """A joint completion whose processed reward exceeds it is not followed."""
+    early_termination: str = "completion"
+    """``"completion"``, or ``"group"``: a node's mean processed reward decides over all its joint completions."""
     trajectories: bool = False
     """Follow K independent trajectories, in nodes of one joint completion, instead of growing a tree."""
 
     def __post_init__(self) -> None:
         check_whole(1, num_generations=self.num_generations, num_turns=self.num_turns)
-        if self.joint_mode not in ("aligned", "cross"):
-            raise ValueError(f"joint_mode={self.joint_mode!r} is unknown. Use 'aligned' or 'cross'.")
+        check_choice(("aligned", "cross"), joint_mode=self.joint_mode)
+        check_choice(("completion", "group"), early_termination=self.early_termination)
 
-    def continues(self, rewards: Sequence[float]) -> bool:
-        """Whether a node with these `[J]` processed rewards, NaN where unknown, is expanded, if turns remain."""
+    def followed(self, rewards: Sequence[float]) -> list[int]:
+        """Which joint completions are followed, if turns remain.
+
+        Args:
+            rewards: `[J]` processed rewards, NaN where unknown.
+        """
         threshold, known = self.early_termination_threshold, [reward for reward in rewards if is_known(reward)]
-        return bool(known) and (threshold is None or sum(known) / len(known) <= threshold)
+        if threshold is not None and self.early_termination == "group":
+            rewards = rewards if known and sum(known) / len(known) <= threshold else ()
+            threshold = None
+        return [
+            index
+            for index, reward in enumerate(rewards)
+            if is_known(reward) and (threshold is None or reward <= threshold)
+        ]
 
     def num_nodes(self, num_agents: int) -> int:
         """Largest number of nodes that one task item can grow to, if so many agents are sampled."""
@@ -171,7 +184,6 @@ class Collector:
                 branches = [
                     child
                     for position, (branch, node) in enumerate(zip(branches, scored, strict=True), start=first)
-                    if self.shape.continues(node.rewards)
                     for child in self._children(branch, node, position)
                 ]
         seconds = generation_seconds, reward_seconds
@@ -290,9 +302,7 @@ class Collector:
         return RewardCall(per_agent, self._items[first.task], prompts, first.turn, self._indices[first.task])
 
     def _children(self, branch: _Branch, node: Node, position: int) -> Iterator[_Branch]:
-        for index in range(len(node.joint)):
-            if not is_known(node.rewards[index]):
-                continue
+        for index in self.shape.followed(node.rewards):
             answers = node.answers(index)
             prompt_history = _extend(branch.prompt_history, branch.prompts)
             response_history = _extend(branch.response_history, answers)

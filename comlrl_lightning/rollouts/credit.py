@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +44,9 @@ class CreditedNode:
     """Product over the ancestors of 1/J: the probability of a node under uniform choice of the branches."""
     critique: Critique | None = None
     """What the critics say; None without any."""
+    peers: tuple[tuple[float, ...], ...] | None = None
+    """`[N][K]` returns from this turn on of all episodes of the task item, which are the group of an episode's act; 0
+    for those that are over. None in a tree, whose nodes are groups."""
 
     def to_state(self) -> dict[str, Any]:
         """Plain values for a checkpoint that loads with ``weights_only=True``."""
@@ -52,6 +56,7 @@ class CreditedNode:
             "returns": self.returns,
             "weight": self.weight,
             "critique": None if self.critique is None else asdict(self.critique),
+            "peers": self.peers,
         }
 
     @classmethod
@@ -88,6 +93,32 @@ def assign_credit(rollouts: Rollouts, discount: float) -> list[CreditedNode]:
         ]
         credited.append(CreditedNode(node, tuple(shared[position].tolist()), _nested(rows), weights[position]))
     return credited
+
+
+def with_peers(credited: Sequence[CreditedNode], discount: float) -> list[CreditedNode]:
+    """Nodes of episodes with the returns that their baseline is made of.
+
+    The group of an act at turn t are the K episodes of its task item, each with its return from turn t on: of an
+    episode that is over, 0. No other episode depends on the act, so that a baseline of the others is unbiased.
+
+    Example: K=2, rewards (0, 1) over two turns and 1 at turn 1, where the episode ends. Turn 1: peers (1, 1). Turn 2:
+    peers (1, 0).
+
+    Args:
+        credited: All nodes of the episodes, breadth first.
+        discount: Factor per turn.
+    """
+    nodes = [entry.node for entry in credited]
+    if not nodes:
+        return []
+    shared = [torch.tensor(entry.joint_returns, dtype=torch.float64) for entry in credited]
+    own = _own_returns(nodes, discount) or [shared] * len(nodes[0].completions)
+    num_episodes = Counter(node.task for node in nodes if node.parent is None)
+    tables = {(node.task, node.turn): [[0.0] * num_episodes[node.task] for _ in own] for node in nodes}
+    for position, node in enumerate(nodes):
+        for row, returns in zip(tables[node.task, node.turn], own, strict=True):
+            row[node.path[0]] = float(returns[position])
+    return [replace(entry, peers=_nested(tables[entry.node.task, entry.node.turn])) for entry in credited]
 
 
 def _own_returns(nodes: Sequence[Node], discount: float) -> list[list[Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from comlrl_lightning.metrics import (
+    EPISODE_METRICS,
     LEARNED,
     LEFT_OUT,
     REWARD_TIMEOUTS,
@@ -54,11 +56,14 @@ def record_collection(table: MetricTable, rollouts: Rollouts) -> None:
     """Lengths of the completions and times of the collection; `agent_0` is the model that answers for all."""
     for node in rollouts.nodes:
         for agent, group in enumerate(node.completions):
+            if not group:
+                continue
             table.update(agent_key(agent, "completion_tokens"), _column([len(one.token_ids) for one in group]))
             table.update(agent_key(agent, "truncated_share"), _column([one.truncated for one in group]))
     record_unparsed(table, rollouts)
     record_late(table, rollouts)
     record_left_out(table, rollouts)
+    record_episodes(table, rollouts)
     table.update("time/generation", rollouts.generation_seconds)
     table.update("time/reward", rollouts.reward_seconds)
 
@@ -82,6 +87,21 @@ def record_left_out(table: MetricTable, rollouts: Rollouts) -> None:
         table.update(LEFT_OUT, float(rollouts.num_left_out))
 
 
+def record_episodes(table: MetricTable, rollouts: Rollouts) -> None:
+    """Returns and lengths of episodes, where an environment plays them."""
+    if rollouts.num_unfinished is None:
+        return
+    returns: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for node in rollouts.nodes:
+        returns[node.task, node.path[0]].append(node.rewards[0])
+    of_return, of_turns, of_unfinished = EPISODE_METRICS
+    for rewards in returns.values():
+        table.update(of_return, sum(rewards))
+        table.update(of_turns, len(rewards))
+    if returns:
+        table.update(of_unfinished, rollouts.num_unfinished / len(returns), len(returns))
+
+
 def record_final_rewards(table: MetricTable, rollouts: Rollouts) -> None:
     """The reward of the last turn that each item reached; every item has one path."""
     last = {node.task: node.rewards[0] for node in rollouts.nodes}
@@ -90,29 +110,33 @@ def record_final_rewards(table: MetricTable, rollouts: Rollouts) -> None:
 
 
 def stops_with_reward(rollouts: Rollouts, shape: RolloutShape) -> bool:
-    """Whether a node with a positive mean reward ended before its last turn."""
-    return any(
-        node.turn < shape.num_turns and not shape.continues(node.rewards) and sum(node.rewards) > 0
-        for node in rollouts.nodes
-    )
+    """Whether a joint completion with a positive reward ended before the last turn."""
+    for node in rollouts.nodes:
+        stopped = set(range(len(node.rewards))) - {*shape.followed(node.rewards)}
+        if node.turn < shape.num_turns and any(node.rewards[index] > 0 for index in stopped):
+            return True
+    return False
 
 
 def warn_of_rewarded_stops(shape: RolloutShape) -> None:
     """Say what early termination does to positive rewards."""
     rank_zero_warn(
-        f"early_termination_threshold={shape.early_termination_threshold} stopped a node with a positive mean reward:"
-        " it gets 0 for the turns that it does not play, so that its better start is punished. Shift rewards to be at"
-        " most 0, or leave the threshold out."
+        f"early_termination_threshold={shape.early_termination_threshold} stopped a joint completion with a positive"
+        " reward: it gets 0 for the turns that it does not play, so that its better start is punished. Shift rewards to"
+        " be at most 0, or leave the threshold out."
     )
 
 
 def prediction(rollouts: Rollouts, node: Node) -> dict[str, Any]:
-    """A joint completion as plain values: dataset index, turn, prompts, completions and reward."""
+    """A joint completion as plain values: dataset index, turn, prompts, completions and reward.
+
+    Agents that do not act have None for prompt and completion.
+    """
     return {
         "index": rollouts.indices[node.task],
         "turn": node.turn,
-        "prompts": list(node.prompts),
-        "completions": node.answers(0),
+        "prompts": [prompt if node.acts(agent) else None for agent, prompt in enumerate(node.prompts)],
+        "completions": [answer if node.acts(agent) else None for agent, answer in enumerate(node.answers(0))],
         "reward": node.rewards[0] if is_known(node.rewards[0]) else None,
     }
 

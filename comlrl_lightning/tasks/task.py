@@ -9,7 +9,7 @@ from typing import Any
 from comlrl_lightning.keywords import known_keywords
 from comlrl_lightning.utilities.checks import check_whole
 
-FUNCTIONS = ("reward_func", "formatters", "external_transition")
+FUNCTIONS = ("reward_func", "formatters", "external_transition", "environment")
 """Fields that are settings of an algorithm, too: what is given to the algorithm itself wins."""
 
 
@@ -18,8 +18,10 @@ FUNCTIONS = ("reward_func", "formatters", "external_transition")
 class Task:
     """Everything that a task set brings: pass it as ``task=`` to an algorithm and to `TaskDataModule`."""
 
-    reward_func: Callable[..., Any]
-    """Reward of joint completions, as an algorithm takes it."""
+    reward_func: Callable[..., Any] | None = None
+    """Reward of joint completions, as an algorithm takes it. None: `environment` gives it."""
+    environment: Callable[[], Any] | None = None
+    """Makes the environments of episodes, in place of reward, formatters and transition."""
     num_agents: int | None = None
     """N, the number of agents that the functions are made for. None: any."""
     formatters: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None
@@ -45,8 +47,10 @@ class Task:
         """
         if self.num_agents is not None:
             check_whole(1, num_agents=self.num_agents)
-        if not callable(self.reward_func):
-            raise ValueError(f"Task(reward_func={self.reward_func!r}) is not callable. Give a function.")
+        if self.environment is None and not callable(self.reward_func):
+            raise ValueError(
+                f"Task(reward_func={self.reward_func!r}) is not callable. Give a function, or an environment."
+            )
 
 
 def load_task(task: object) -> Task:

@@ -221,7 +221,9 @@ def learn(
         `[steps][N]` gradients.
     """
     credited = credit(agents, buffer, objective)
-    mean_weight = statistics.fmean(entry.weight for entry in credited)
+    num_turns = max(entry.node.turn for entry in credited)  # as the objective's, as some branch is always followed
+    num_roots = sum(entry.node.turn == 1 for entry in credited)
+    mean_weight = num_roots * num_turns / len(credited)
     old: dict[tuple[int, int, int], Tensor] = {}
     if len(batches) > 1:
         for position, entry in enumerate(credited):

@@ -231,7 +231,8 @@ class TestAccepted:
 
     def test_functions_may_be_import_paths(self) -> None:
         module = construct(reward_func="tests.algorithms.support.uneven_reward", num_turns=2)
-        assert module.functions.reward([["a"], ["b"]], item={}, prompts=("", ""), turn=1) == uneven_reward(["a"], ["b"])
+        reward = module.task_functions.reward
+        assert reward([["a"], ["b"]], item={}, prompts=("", ""), turn=1) == uneven_reward(["a"], ["b"])
 
 
 class TestSchedules:

@@ -192,7 +192,7 @@ def stir(critics: CriticTeam) -> None:
             parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.filterwarnings("ignore:early_termination_threshold=1.5 stopped a node")
+@pytest.mark.filterwarnings("ignore:early_termination_threshold=1.5 stopped a joint")
 @pytest.mark.parametrize("critic_type", ["v", "q"])
 @pytest.mark.parametrize(
     ("num_turns", "threshold", "num_nodes"),

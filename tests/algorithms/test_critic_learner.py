@@ -30,6 +30,7 @@ class PaperCritics:
         self.function = values
         self.num_outputs = num_outputs
         self.num_critics = num_critics
+        self.centralized = num_critics == 1
         self.shared = shared
 
     def values(self, samples: Sequence[Sequence[Completion]]) -> Tensor:

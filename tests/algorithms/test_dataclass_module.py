@@ -56,7 +56,7 @@ class TestTorchModules:
 
     def test_one_is_a_reward(self) -> None:
         module = MAGRPO(UNLOADED, Reward())
-        assert module.functions.reward([["a"], ["b"]], item={}, prompts=None, turn=1) == [1.0]
+        assert module.task_functions.reward([["a"], ["b"]], item={}, prompts=None, turn=1) == [1.0]
 
 
 class Plain(MAGRPO):

@@ -257,7 +257,7 @@ def test_a_checkpoint_of_a_script_loads_with_its_functions(tmp_path: Path, monke
     with pytest.raises(ValueError, match=r"agents was .*, reward_func was __main__.reward when"):
         MAGRPO.load_from_checkpoint(path)
     loaded = MAGRPO.load_from_checkpoint(path, agents=tiny_agents(), reward_func=reward)
-    assert loaded.functions.reward.label == "reward_func=__main__.reward"
+    assert loaded.task_functions.reward.label == "reward_func=__main__.reward"
 
 
 def test_an_optimizer_of_a_script_is_missed_by_the_next_fit_alone() -> None:

@@ -45,7 +45,7 @@ class TestModes:
             return uneven_reward(*completions)
 
         hook = body.register_forward_hook(lambda *_: seen.append((body.training, torch.is_grad_enabled())))
-        module.functions = replace(module.functions, reward=RewardFunction(reward, 2))
+        module.functions = replace(module.task_functions, reward=RewardFunction(reward, 2))
         fit(module)
         assert seen
         assert set(seen) == {(False, False)}

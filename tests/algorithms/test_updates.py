@@ -337,9 +337,9 @@ def test_a_rewarded_stop_warns_once() -> None:
         num_turns=2,
         early_termination_threshold=0.5,
     )
-    with pytest.warns(UserWarning, match="stopped a node with a positive mean reward") as caught:
+    with pytest.warns(UserWarning, match="stopped a joint completion with a positive reward") as caught:
         fit(module, ITEMS, 1)
-    assert sum("stopped a node" in str(warning.message) for warning in caught) == 1
+    assert sum("stopped a joint" in str(warning.message) for warning in caught) == 1
     assert module.env_step == 4 * 2
 
 

@@ -112,5 +112,5 @@ def test_a_learned_reward_stays_with_its_weights() -> None:
     module = make_module(MARLHF, **PROCESSES)
     assert isinstance(module, MARLHF)
     module.configure_model()
-    assert module.functions.workers.num_workers == 2
+    assert module.task_functions.workers.num_workers == 2
     assert module._learned_functions().workers.num_workers == 0

@@ -53,12 +53,13 @@ def test_weights_are_the_product_of_one_over_the_ancestors_joint_completions() -
 
 
 def test_a_branch_that_ended_leaves_the_others_weights() -> None:
-    # The node below the first joint completion has mean reward 2 and stops; its sibling goes on with weight 1/2.
+    # Below the first joint completion one of two stops; what is followed weighs 1/4 as without it.
     entries = credit(1, {"a11": 4.0}, num_turns=3, early_termination_threshold=1.0)
     assert [(entry.node.path, entry.weight) for entry in entries] == [
         ((), 1.0),
         ((0,), 1 / 2),
         ((1,), 1 / 2),
+        ((0, 1), 1 / 4),
         ((1, 0), 1 / 4),
         ((1, 1), 1 / 4),
     ]

@@ -211,16 +211,19 @@ class TestOrderAndHistories:
 
 
 class TestEarlyTermination:
-    def test_a_node_above_the_threshold_is_not_expanded(self) -> None:
-        # Roots: item 0 has rewards (1, 0), mean .5, which does not exceed .5; item 1 has (1, 1).
+    @pytest.mark.parametrize(
+        ("rule", "paths"), [("completion", [((1,), (0, 1))]), ("group", [((0,), (0, 0)), ((1,), (0, 1))])]
+    )
+    def test_what_is_above_the_threshold_is_not_followed(self, rule: str, paths: list[Any]) -> None:
+        # Roots: item 0 has rewards (1, 0), of which the first exceeds .5 and their mean does not; item 1 has (1, 1).
         def reward(first: list[str], batch_items: list[dict[str, Any]], turn: int) -> list[float]:
             return [1.0, batch_items[0]["level"]] if turn == 1 else [0.0, 0.0]
 
         items = [{"prompt": "p", "level": 0.0}, {"prompt": "q", "level": 1.0}]
-        collector = make_collector(FakeTeam(1), reward, num_turns=2, early_termination_threshold=0.5)
-        rollouts = collector.collect(items, [0, 1])
-        assert [(node.turn, node.task) for node in rollouts.nodes] == [(1, 0), (1, 1), (2, 0), (2, 0)]
-        assert rollouts.nodes[2].parent == (0, 0)
+        shape: dict[str, Any] = {"num_turns": 2, "early_termination_threshold": 0.5, "early_termination": rule}
+        rollouts = make_collector(FakeTeam(1), reward, **shape).collect(items, [0, 1])
+        assert [(node.turn, node.task) for node in rollouts.nodes[:2]] == [(1, 0), (1, 1)]
+        assert [(node.path, node.parent) for node in rollouts.nodes[2:]] == paths
 
     def test_a_stopped_root_ends_the_rollout(self) -> None:
         # Aligned K=4, T=2: 20 joint completions, 4 when the root stops.
@@ -230,10 +233,13 @@ class TestEarlyTermination:
         assert len(team.calls) == 1
 
     def test_one_branch_stops_and_its_sibling_goes_on(self) -> None:
-        # Turn 2 below the first joint completion: mean (4 + 0) / 2 = 2 exceeds 1; below the second: mean 0.
+        # Turn 2 below the first joint completion: 4 and 0; 4 exceeds 1, and so does the mean 2. Below the second: 0.
         reward = Recorder({"a11 b11": 4.0})
-        collector = make_collector(FakeTeam(2), reward, num_turns=3, early_termination_threshold=1.0)
-        paths = [node.path for node in collector.collect([ITEM], [0]).nodes]
+        shape: dict[str, Any] = {"num_turns": 3, "early_termination_threshold": 1.0}
+        paths = [node.path for node in make_collector(FakeTeam(2), reward, **shape).collect([ITEM], [0]).nodes]
+        assert paths == [(), (0,), (1,), (0, 1), (1, 0), (1, 1)]
+        shape["early_termination"] = "group"
+        paths = [node.path for node in make_collector(FakeTeam(2), reward, **shape).collect([ITEM], [0]).nodes]
         assert paths == [(), (0,), (1,), (1, 0), (1, 1)]
 
     def test_processed_rewards_are_compared(self) -> None:

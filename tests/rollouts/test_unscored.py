@@ -90,8 +90,10 @@ class TestTrees:
         rollouts = collect({f"a{k} b{k}": None for k in (11, 12, 21, 22)}, num_turns=2)
         assert (rollouts.nodes, rollouts.num_left_out) == ((), 6)
 
-    def test_early_termination_asks_the_mean_of_the_others(self) -> None:
-        assert len(collect({"a1 b1": None, "a2 b2": 5}, num_turns=2, early_termination_threshold=3.0).nodes) == 1
+    @pytest.mark.parametrize("rule", ["completion", "group"])
+    def test_early_termination_asks_the_others(self, rule: str) -> None:
+        shape: dict[str, Any] = {"num_turns": 2, "early_termination_threshold": 3.0, "early_termination": rule}
+        assert len(collect({"a1 b1": None, "a2 b2": 5}, **shape).nodes) == 1
 
 
 def test_trajectories_go_as_a_whole() -> None:
