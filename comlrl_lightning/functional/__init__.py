@@ -38,7 +38,13 @@ from comlrl_lightning.functional.advantages import (
 )
 from comlrl_lightning.functional.kl import kl_estimate, sequence_kl
 from comlrl_lightning.functional.log_probs import chunked_log_probs, masked_sum, token_log_probs
-from comlrl_lightning.functional.policy import ImportanceLevel, PolicyLoss, policy_loss
+from comlrl_lightning.functional.policy import (
+    ImportanceLevel,
+    LossAggregation,
+    PolicyLoss,
+    policy_loss,
+    token_divisors,
+)
 from comlrl_lightning.functional.preferences import bradley_terry_loss, joint_preference_loss, sequence_margins
 from comlrl_lightning.functional.returns import Parents, agent_returns, node_weights, tree_returns
 from comlrl_lightning.functional.values import (
@@ -56,6 +62,7 @@ __all__ = [
     "Baseline",
     "Credit",
     "ImportanceLevel",
+    "LossAggregation",
     "Normalization",
     "Parents",
     "PolicyLoss",
@@ -83,6 +90,7 @@ __all__ = [
     "sequence_margins",
     "subtract_baseline",
     "subtract_kl",
+    "token_divisors",
     "token_log_probs",
     "tree_returns",
     "value_loss",

@@ -14,6 +14,8 @@ from comlrl_lightning.functional.log_probs import masked_sum
 
 ImportanceLevel = Literal["token", "sequence"]
 """Whether each token has its own importance ratio or a completion has one, the geometric mean of them."""
+LossAggregation = Literal["sum", "constant", "sequence_mean", "token_mean"]
+"""What the loss of a completion, a sum over its tokens, is divided by: see `token_divisors`."""
 
 
 class PolicyLoss(NamedTuple):
@@ -81,6 +83,46 @@ def policy_loss(
     ratio = log_ratio.masked_fill(too_high, high).masked_fill(too_low, low).exp()
     clipped = (too_high | too_low) & completion_mask
     return PolicyLoss(-masked_sum(weights * ratio, completion_mask), clipped.sum(-1), num_tokens)
+
+
+def token_divisors(lengths: Tensor, aggregation: LossAggregation, *, max_tokens: float, mean_tokens: float) -> Tensor:
+    """`[R]` divisor of the loss of each completion, which `policy_loss` sums over its tokens.
+
+    The gradient of the expected return is ``E[A * grad log pi(y)]``, and ``log pi(y)`` is a sum over tokens:
+
+    - ``"sum"`` divides by 1: as unbiased as the advantages are. The norm of the gradient grows with the lengths.
+    - ``"constant"`` divides by `max_tokens`: Dr. GRPO (https://arxiv.org/abs/2503.20783). The same direction at
+      ``1 / max_tokens`` of the size: unbiased up to that scale.
+    - ``"sequence_mean"`` divides by the completion's own length: GRPO (https://arxiv.org/abs/2402.03300). Biased,
+      whatever the number of samples: returns of short completions count more, and the sign may turn.
+    - ``"token_mean"`` divides by `mean_tokens` of the sampled completions: DAPO (https://arxiv.org/abs/2503.14476).
+      Biased, as the divisor depends on what was sampled; the bias falls as one over the number of completions.
+
+    A short completion ("s", one token) or a long one (three) with probability .5 each, returns 1 and 2: the gradient to
+    the logit of the short one is -.25, ``"constant"`` with 4 gives -.0625 and ``"sequence_mean"`` +.0833.
+
+    Args:
+        lengths: `[R]` tokens of each completion.
+        aggregation: One of the four.
+        max_tokens: The constant, such as the largest number of tokens that sampling allows.
+        mean_tokens: Mean number of tokens over a set of completions that hangs neither on micro-batches nor on ranks.
+
+    Returns:
+        `[R]` divisors, at least 1.
+
+    Raises:
+        ValueError: If the aggregation is unknown.
+    """
+    divisors = {
+        "sum": torch.ones_like(lengths),
+        "constant": torch.full_like(lengths, max_tokens),
+        "sequence_mean": lengths,
+        "token_mean": torch.full_like(lengths, mean_tokens),
+    }
+    if aggregation not in divisors:
+        allowed = "'sum', 'constant', 'sequence_mean' or 'token_mean'"
+        raise ValueError(f"loss_aggregation={aggregation!r} is unknown. Use {allowed}.")
+    return divisors[aggregation].clamp(min=1.0)
 
 
 def _log_ratio_bounds(clip_epsilon: float | None, clip_epsilon_high: float | None) -> tuple[float, float]:

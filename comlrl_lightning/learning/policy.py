@@ -24,6 +24,7 @@ from comlrl_lightning.functional import (
     policy_loss,
     sequence_kl,
     subtract_kl,
+    token_divisors,
 )
 from comlrl_lightning.learning.minibatches import (
     PolicyRow,
@@ -184,9 +185,10 @@ class Learner(ABC):
         kappa = self._record_kl(self.table, nodes, *self.kl(completions, current)) if with_kl else None
         advantages = self.advantages(buffer, num_turns, kappa)
         mean_weight = self._mean_weight(buffer)
+        divisors = self._divisors(buffer)
         old = iter(current if stale else [None] * len(completions))
         prepared = []
-        for entry, values in zip(buffer, advantages, strict=True):
+        for entry, values, of_node in zip(buffer, advantages, divisors, strict=True):
             rows: list[PolicyRow] = []
             for agent, group in enumerate(entry.node.completions):
                 scale = entry.weight / mean_weight / len(group)
@@ -194,8 +196,8 @@ class Learner(ABC):
                 self.table.update(agent_key(agent, "zero_advantage_share"), float(not values[agent].any()))
                 group_tokens = sum(len(one.token_ids) for one in group) / len(group)
                 candidates = [
-                    PolicyRow(one, float(advantage), scale, next(old), group_tokens)
-                    for one, advantage in zip(group, values[agent], strict=True)
+                    PolicyRow(one, float(advantage), scale / divisor, next(old), group_tokens)
+                    for one, advantage, divisor in zip(group, values[agent], of_node[agent], strict=True)
                 ]
                 rows += [] if silent else candidates
             prepared.append(PreparedNode(tuple(rows)))
@@ -311,6 +313,28 @@ class Learner(ABC):
         totals = torch.tensor([sum(entry.weight for entry in buffer), len(buffer)], dtype=torch.float64)
         weight, count = all_reduce_sum(totals).tolist()
         return weight / count if count else 1.0
+
+    def _divisors(self, buffer: Sequence[CreditedNode]) -> list[list[list[float]]]:
+        """`[nodes][N][K]` what the sum over the tokens of each completion is divided by. Call it on every rank."""
+        lengths = [
+            [torch.tensor([float(len(one.token_ids)) for one in group], dtype=torch.float64) for group in groups]
+            for groups in (entry.node.completions for entry in buffer)
+        ]
+        totals = torch.zeros(self.team.num_agents, 2, dtype=torch.float64)
+        for entry, of_node in zip(buffer, lengths, strict=True):
+            means = torch.stack([group.mean() for group in of_node])
+            totals += entry.weight * torch.stack([means, torch.ones_like(means)], dim=1)
+        aggregation = self.settings.loss_aggregation
+        totals = all_reduce_sum(totals) if aggregation == "token_mean" else totals
+        tokens = [total / weight if weight else 0.0 for total, weight in totals.tolist()]
+        largest = self.settings.max_new_tokens
+        return [
+            [
+                token_divisors(group, aggregation, max_tokens=largest, mean_tokens=mean).tolist()
+                for group, mean in zip(of_node, tokens, strict=True)
+            ]
+            for of_node in lengths
+        ]
 
     def _is_silent(self, advantages: Tensor) -> bool:
         """Whether a group has no gradient at all, so that its forward pass can be left out."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from comlrl_lightning.functional import ImportanceLevel
+from comlrl_lightning.functional import ImportanceLevel, LossAggregation
 from comlrl_lightning.utilities.checks import check_at_least, check_choice, check_positive, check_share
 
 
@@ -19,6 +19,8 @@ class PolicySettings:
     clip_epsilon_high: float | None
     importance_level: ImportanceLevel
     entropy_coef: float
+    loss_aggregation: LossAggregation
+    max_new_tokens: int
 
     def __post_init__(self) -> None:
         check_at_least(0.0, reference_kl_coef=self.reference_kl_coef, entropy_coef=self.entropy_coef)
@@ -28,6 +30,7 @@ class PolicySettings:
         if self.clip_epsilon is None and self.clip_epsilon_high is not None:
             raise ValueError(f"clip_epsilon_high={self.clip_epsilon_high!r} needs clip_epsilon. Give both.")
         check_choice(("token", "sequence"), importance_level=self.importance_level)
+        check_choice(get_args(LossAggregation), loss_aggregation=self.loss_aggregation)
 
 
 @dataclass(frozen=True, slots=True)

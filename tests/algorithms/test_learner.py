@@ -80,6 +80,8 @@ def make_learner(
         "clip_epsilon_high": None,
         "importance_level": "token",
         "entropy_coef": 0.0,
+        "loss_aggregation": "sum",
+        "max_new_tokens": 1,
     }
     table = MetricTable(training_keys(2, team.num_agents, with_kl=True))
     kept = PolicySettings(**{**settings, **policy})

@@ -151,6 +151,7 @@ def test_there_is_one_turn(algorithm: type[PreferenceModule], setting: str) -> N
         "clip_epsilon",
         "clip_epsilon_high",
         "importance_level",
+        "loss_aggregation",
         "entropy_coef",
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -9,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from comlrl_lightning.functional import ImportanceLevel, PolicyLoss, policy_loss
+from comlrl_lightning.functional import (
+    ImportanceLevel,
+    LossAggregation,
+    PolicyLoss,
+    leave_one_out,
+    policy_loss,
+    token_divisors,
+)
 
 OLD = [[-1.0, -2.0]]
 NEW = [[-0.7, -2.1]]  # log ratios .3 and -.1: ratios 1.349859 and .904837
@@ -244,3 +252,61 @@ def test_an_unknown_importance_level_is_refused(old: list[list[float]] | None) -
     message = r"^importance_level='word' is unknown\. Use 'token' or 'sequence'\.$"
     with pytest.raises(ValueError, match=message):
         loss_and_gradient(NEW, 1.0, old, importance_level="word")
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("sum", [1.0, 1.0, 1.0]),
+        ("constant", [4.0, 4.0, 4.0]),
+        ("sequence_mean", [1.0, 3.0, 1.0]),  # a completion without tokens has nothing to divide
+        ("token_mean", [2.5, 2.5, 2.5]),
+    ],
+)
+def test_divisors(aggregation: LossAggregation, expected: list[float]) -> None:
+    divisors = token_divisors(torch.tensor([1.0, 3.0, 0.0]), aggregation, max_tokens=4, mean_tokens=2.5)
+    assert divisors.tolist() == expected
+
+
+def test_an_unknown_aggregation_is_refused() -> None:
+    message = r"^loss_aggregation='mean' is unknown\. Use 'sum', 'constant', 'sequence_mean' or 'token_mean'\.$"
+    with pytest.raises(ValueError, match=message):
+        token_divisors(torch.ones(1), "mean", max_tokens=1, mean_tokens=1.0)  # type: ignore[arg-type]
+
+
+# One token ("s", return 1) or three ("l", return 2), the first of them with probability p = .5, the others certain. The
+# gradient to the logit of "s" is p (1 - p) (1 - 2) = -.25. One completion, no baseline: "constant" 4 divides by 4;
+# "sequence_mean" .25 (1 / 1 - 2 / 3) = .083333; "token_mean" of one completion is the same. Two completions against
+# each other (A = 0 for "ss" and "ll", A = -1, 1 for "sl"): mean(-1 * .5, 1 * -.5) = -.5 in half of the cases, so "sum"
+# is -.25 again; "token_mean" divides by 2: -.125; "sequence_mean": mean(-.5, -.5 / 3) / 2 = -.166667.
+BIASES = [
+    (1, "sum", -0.25),
+    (1, "constant", -0.0625),
+    (1, "sequence_mean", 1 / 12),
+    (1, "token_mean", 1 / 12),
+    (2, "sum", -0.25),
+    (2, "constant", -0.0625),
+    (2, "sequence_mean", -1 / 6),
+    (2, "token_mean", -0.125),
+]
+
+
+@pytest.mark.parametrize(("num_completions", "aggregation", "expected"), BIASES)
+def test_the_bias_of_each_aggregation(num_completions: int, aggregation: LossAggregation, expected: float) -> None:
+    logit = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    first = {"s": torch.nn.functional.logsigmoid(logit), "l": torch.nn.functional.logsigmoid(-logit)}
+    certain = torch.zeros((), dtype=torch.float64)
+    rows = {name: torch.stack((log_prob, certain, certain)) for name, log_prob in first.items()}
+    lengths, returns = {"s": 1.0, "l": 3.0}, {"s": 1.0, "l": 2.0}
+    total = torch.zeros((), dtype=torch.float64)
+    for drawn in itertools.product("sl", repeat=num_completions):
+        sizes = torch.tensor([lengths[one] for one in drawn], dtype=torch.float64)
+        advantages = torch.tensor([returns[one] for one in drawn], dtype=torch.float64)
+        if num_completions > 1:
+            advantages = advantages - leave_one_out(advantages)
+        mask = torch.arange(3) < sizes[:, None]
+        losses = policy_loss(torch.stack([rows[one] for one in drawn]), advantages, mask).loss
+        divisors = token_divisors(sizes, aggregation, max_tokens=4, mean_tokens=float(sizes.mean()))
+        total = total - (losses / divisors).mean() / 2**num_completions
+    (gradient,) = torch.autograd.grad(total, logit)
+    assert gradient.item() == pytest.approx(expected)
