@@ -286,6 +286,30 @@ class TestCompletionBatches:
         assert completion_batches([], 60, reads_prompts_once=True) == []
 
 
+class Counted(tuple[int, ...]):
+    """Tokens of a prompt that count how often something looks at all of them or at their number."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        type(self).looks += 1
+        return super().__hash__()
+
+    def __len__(self) -> int:
+        type(self).looks += 1
+        return super().__len__()
+
+
+@pytest.mark.parametrize("num_rows", [50, 500])
+def test_the_cut_takes_a_fixed_number_of_looks_per_row(num_rows: int) -> None:
+    # All rows fit into one batch: measuring it anew for each of them would take num_rows / 2 looks per row.
+    rows = [Completion(0, "", Counted(range(9)), (1,) * (1 + row % 3), (), "", False) for row in range(num_rows)]
+    Counted.looks = 0
+    (batch,) = completion_batches(rows, 10**6, reads_prompts_once=True)
+    assert sorted(batch) == list(range(num_rows))
+    assert Counted.looks <= 10 * num_rows
+
+
 class TestMicroBatches:
     def test_rows_of_like_length_within_the_budget(self) -> None:
         # Sorted 3, 4, 5, 9: two rows of 4 make 8, with 5 three of 5 would make 15 > 10; 5 and 9 would make 18.
