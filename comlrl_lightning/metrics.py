@@ -13,7 +13,9 @@ from comlrl_lightning.utilities.distributed import all_reduce_sum
 TURN_METRICS = ("reward_mean", "expected_return")
 """Under ``turn_k/``: mean processed reward, mean discounted return from this turn on."""
 TURN_KL_METRICS = ("reference_kl_mean", "reference_kl_penalty_mean")
-"""Under ``turn_k/`` with a reference policy: sequence KL estimate in nats, and what it costs."""
+"""Under ``turn_k/`` with a reference policy: sequence KL estimate in nats, and what it costs. Both policies are
+taken at the temperature of the sampling, in an evaluation at its own. Greedy completions are no sample of any such
+policy: for them it is the distance at temperature 1 along the likeliest completions, and no estimate of a KL."""
 NORM_METRICS = ("grad_norm", "clipped_update_share")
 """Under the name of each parameter group: gradient norm before clipping, share of the optimizer steps in which it
 exceeded `max_grad_norm`, so that the step was shortened."""
@@ -36,9 +38,10 @@ CRITIC_METRICS = ("value_loss", "explained_variance", "td_error")
 """Under ``agent_i/`` with critics, all alike for one critic of a shared reward: squared error of the values, share of
 the variance of the Monte-Carlo returns that the values explained before the update (1 is perfect), mean absolute TD
 error. The `NORM_METRICS` of a critic stand under its own name, ``critic/`` or ``critic_i/``."""
-DIRECT_METRICS = ("margin", "log_prob_drift")
-"""Under ``agent_i/`` when policies are fitted to pairs: mean margin between winner and loser in nats, and how far the
-log-probabilities of completions have moved since they were sampled, in nats per completion."""
+DIRECT_METRICS = ("margin", "chosen_log_prob", "rejected_log_prob", "log_prob_drift")
+"""Under ``agent_i/`` when policies are fitted to pairs: mean margin between winner and loser in nats, the mean
+log-probabilities of winners and of losers that it is the difference of (both fall where the loss pushes losers down
+only), and the mean absolute change of a completion's log-probability since it was sampled, in nats."""
 PAIR_METRICS = ("pairs_per_item", "reward_gap", "comparator_reward_mean", "comparator_unparsed_share")
 """Under ``preference/``: pairs that an item gave, mean difference of their rewards, mean reward of the comparator (both
 by whatever ranks the candidates), share of its joint completions in which no agent's answer was found."""

@@ -181,7 +181,8 @@ class BufferedPolicyModule(CooperativeModule):
     @override
     def record_evaluation(self, rollouts: Rollouts) -> None:
         if self.penalizes_kl:
-            self.learner.record_kl(self.evaluation_metrics, rollouts.nodes)
+            assert self.eval_sampling is not None
+            self.learner.record_kl(self.evaluation_metrics, rollouts.nodes, self.eval_sampling.temperature)
 
     @override
     def save_models(self, folder: Path) -> None:

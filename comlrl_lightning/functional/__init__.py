@@ -45,7 +45,12 @@ from comlrl_lightning.functional.policy import (
     policy_loss,
     token_divisors,
 )
-from comlrl_lightning.functional.preferences import bradley_terry_loss, joint_preference_loss, sequence_margins
+from comlrl_lightning.functional.preferences import (
+    bradley_terry_loss,
+    joint_preference_loss,
+    sequence_log_probs,
+    sequence_margins,
+)
 from comlrl_lightning.functional.returns import Parents, agent_returns, node_weights, tree_returns
 from comlrl_lightning.functional.values import (
     Credit,
@@ -87,6 +92,7 @@ __all__ = [
     "node_weights",
     "policy_loss",
     "sequence_kl",
+    "sequence_log_probs",
     "sequence_margins",
     "subtract_baseline",
     "subtract_kl",

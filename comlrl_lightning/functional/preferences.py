@@ -10,6 +10,18 @@ from torch.nn import functional as F
 from comlrl_lightning.functional.log_probs import masked_sum
 
 
+def sequence_log_probs(log_probs: Tensor, mask: Tensor, *, length_normalized: bool = False) -> Tensor:
+    """`[...]` log-probability of each completion; 0 for one without tokens.
+
+    Args:
+        log_probs: `[..., C]` log-probabilities of the tokens, at the sampling temperature.
+        mask: `[..., C]` True = a sampled token that counts.
+        length_normalized: Mean over the tokens (https://arxiv.org/abs/2405.14734) instead of their sum.
+    """
+    sums = masked_sum(log_probs, mask)
+    return sums / mask.sum(-1).clamp(min=1) if length_normalized else sums
+
+
 def sequence_margins(
     winner_log_probs: Tensor,
     winner_mask: Tensor,
@@ -31,10 +43,7 @@ def sequence_margins(
         `[...]` margins; a completion without tokens counts as 0.
     """
     sides = (winner_log_probs, winner_mask), (loser_log_probs, loser_mask)
-    winner, loser = (masked_sum(log_probs, mask) for log_probs, mask in sides)
-    if length_normalized:
-        winner = winner / winner_mask.sum(-1).clamp(min=1)
-        loser = loser / loser_mask.sum(-1).clamp(min=1)
+    winner, loser = (sequence_log_probs(*side, length_normalized=length_normalized) for side in sides)
     return winner - loser
 
 

@@ -253,30 +253,37 @@ class Learner(ABC):
         )
 
     @torch.no_grad()
-    def score(self, completions: Sequence[Completion], reference: bool = False) -> list[Tensor]:
+    def score(
+        self, completions: Sequence[Completion], reference: bool = False, temperature: float | None = None
+    ) -> list[Tensor]:
         """`[C]` log-probabilities of each completion, by the code path of the update.
 
         Args:
             completions: Completions of any agents.
             reference: Score under the reference policy.
+            temperature: Divides the logits; None: that of training.
         """
+        temperature = self.settings.temperature if temperature is None else temperature
         scored: list[Tensor] = [torch.empty(0)] * len(completions)
         for batches in self.team.micro_batches(completions, self.micro_batch_tokens):
             batch = [position for positions in batches for position in positions]
             chosen = [completions[position] for position in batch]
-            scores = self.team.log_probs(chosen, temperature=self.settings.temperature, reference=reference)
+            scores = self.team.log_probs(chosen, temperature=temperature, reference=reference)
             for row, position in enumerate(batch):
                 scored[position] = scores.log_probs[row, : len(completions[position].token_ids)]
         return scored
 
-    def kl(self, completions: Sequence[Completion], current: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def kl(
+        self, completions: Sequence[Completion], current: Sequence[Tensor], temperature: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`[R]` kappa and `[R]` estimate of the sequence KL to the reference policy, in nats.
 
         Args:
             completions: `[R]` completions of any agents.
             current: `[R][C]` log-probabilities under the policy.
+            temperature: At which they are; None: that of training.
         """
-        reference = self.score(completions, reference=True)
+        reference = self.score(completions, reference=True, temperature=temperature)
         if not completions:
             return torch.empty(0), torch.empty(0)
         log_probs, reference_log_probs = pad_rows(current, current[0]), pad_rows(reference, current[0])
@@ -284,14 +291,21 @@ class Learner(ABC):
         mask = torch.arange(log_probs.shape[1], device=log_probs.device) < lengths[:, None]
         return sequence_kl(log_probs, reference_log_probs, mask), kl_estimate(log_probs, reference_log_probs, mask)
 
-    def record_kl(self, table: MetricTable, nodes: Sequence[Node]) -> list[list[Tensor]]:
+    def record_kl(self, table: MetricTable, nodes: Sequence[Node], temperature: float) -> list[list[Tensor]]:
         """Log the reference KL of some nodes, scored anew.
+
+        Args:
+            table: Gets the metrics.
+            nodes: The nodes.
+            temperature: At which they were sampled; greedy ones are scored at 1.
 
         Returns:
             `[nodes][N][K]` kappa in float64.
         """
         completions = [one for node in nodes for group in node.completions for one in group]
-        return self._record_kl(table, nodes, *self.kl(completions, self.score(completions)))
+        temperature = temperature or 1.0
+        current = self.score(completions, temperature=temperature)
+        return self._record_kl(table, nodes, *self.kl(completions, current, temperature))
 
     def _record_kl(
         self, table: MetricTable, nodes: Sequence[Node], kappa: Tensor, estimate: Tensor

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, cast
 
@@ -219,6 +221,23 @@ class TestAdvantages:
         logged = learner.table.pop()
         assert logged["turn_1/reference_kl_penalty_mean"] == pytest.approx(0.1)
         assert logged["turn_1/reference_kl_mean"] == pytest.approx((0.004837 + 0.040818) / 2, abs=1e-6)
+
+    @pytest.mark.parametrize(("temperature", "kappa"), [(0.5, 0.2), (1.0, 0.1), (0.0, 0.1)])
+    def test_an_evaluation_has_the_distance_at_its_own_temperature(self, temperature: float, kappa: float) -> None:
+        # Log-probs -1 / T and -1.1 / T: kappa = .1 / T, k3 = exp(-kappa) - 1 + kappa. Greedy answers are scored at 1.
+        class WarmTeam(PaperTeam):
+            def log_probs(
+                self, completions: Sequence[Completion], *, temperature: float, reference: bool = False
+            ) -> TokenScores:
+                scores = super().log_probs(completions, temperature=temperature, reference=reference)
+                return replace(scores, log_probs=scores.log_probs / temperature)
+
+        team = WarmTeam(1, minus_one, lambda text: torch.tensor(-1.1).double())
+        learner = make_learner(team, "group_mean", temperature=1.3, reference_kl_coef=0.5)
+        learner.record_kl(learner.table, [node([["a"]], (0.0,))], temperature)
+        logged = learner.table.pop()
+        assert logged["turn_1/reference_kl_mean"] == pytest.approx(math.exp(-kappa) - 1 + kappa)
+        assert logged["turn_1/reference_kl_penalty_mean"] == pytest.approx(0.5 * kappa)
 
 
 class TestStaleness:

@@ -13,7 +13,7 @@ from comlrl_lightning.algorithms import MADPO, PreferenceModule
 from comlrl_lightning.callbacks import EvalInterval, RolloutMetrics
 from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.evaluation import evaluate
-from comlrl_lightning.metrics import NORM_METRICS
+from comlrl_lightning.metrics import DIRECT_METRICS, NORM_METRICS
 from comlrl_lightning.preferences.comparators import CurrentPolicy, FrozenCopy, HistoryPolicy
 from comlrl_lightning.rewards import WeightedRewards
 from tests.algorithms.preferences import MAKERS, AtEnds, Rows, direct, indirect, run, same, trained
@@ -116,7 +116,7 @@ class TestLogs:
             "preference/loss",
             "preference/accuracy",
             "nonfinite_updates",
-            *(f"agent_{agent}/{name}" for agent in (0, 1) for name in ("margin", "log_prob_drift", *NORM_METRICS)),
+            *(f"agent_{agent}/{name}" for agent in (0, 1) for name in (*DIRECT_METRICS, *NORM_METRICS)),
         }
         collected = COLLECTED | {"preference/comparator_reward_mean"}
         assert [row.keys() - COUNTERS for row in rows[:4]] == [collected] * 4
