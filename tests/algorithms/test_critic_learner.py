@@ -188,23 +188,25 @@ class TestAdvantages:
     def test_and_per_agent(self) -> None:
         # The second agent's rewards are 10 times as large: the same advantages.
         learner = make_learner(PaperCritics(lambda texts: [0.0, 0.0], 2), 2, advantage_normalization="batch")
-        values = advantages(learner, rollout([(1.0, 10.0)], [(3.0, 30.0)], num_agents=2))
-        assert values[0] == pytest.approx([-1.0, -1.0], abs=1e-3)
-        assert values[1] == pytest.approx([1.0, 1.0], abs=1e-3)
+        values = advantages(learner, rollout(*[[(1.0, 10.0)], [(3.0, 30.0)]] * 2, num_agents=2))
+        for low, high in zip(values[::2], values[1::2], strict=True):
+            assert low == pytest.approx([-1.0, -1.0], abs=1e-3)
+            assert high == pytest.approx([1.0, 1.0], abs=1e-3)
 
     def test_scaling_one_agents_rewards_leaves_the_others_advantages(self) -> None:
         def of_second(size: float) -> list[float]:
             learner = make_learner(PaperCritics(lambda texts: [0.5, 0.5], 2), 2, advantage_normalization="batch")
-            collected = rollout([(1.0 * size, 1.0)], [(5.0 * size, 3.0)], [(2.0 * size, 7.0)], num_agents=2)
+            rewards = [[(1.0 * size, 1.0)], [(5.0 * size, 3.0)], [(2.0 * size, 7.0)], [(4.0 * size, 2.0)]]
+            collected = rollout(*rewards, num_agents=2)
             return [row[1] for row in advantages(learner, collected)]
 
         assert of_second(1.0) == of_second(100.0)
 
     def test_the_penalty_comes_after_normalization_and_is_not_centered(self) -> None:
-        # kappa = 1 for the first trajectory, 0 for the other: -1 - .5 and 1.
+        # kappa = 1 for the first trajectory, 0 for the others: -1 - .5 and 1.
         learner = make_learner(PaperCritics(by_turn(0.0), 1), kl=0.5, advantage_normalization="batch")
-        values = advantages(learner, rollout([1.0], [3.0]))
-        assert [row[0] for row in values] == pytest.approx([-1.5, 1.0], abs=1e-3)
+        values = advantages(learner, rollout([1.0], [3.0], [3.0], [1.0]))
+        assert [row[0] for row in values] == pytest.approx([-1.5, 1.0, 1.0, -1.0], abs=1e-3)
         assert critiques(learner.credit(rollout([1.0]), 1.0))[0].targets == (1.0,)
 
 
