@@ -35,6 +35,7 @@ FREE_SETTINGS = (
     "clip_epsilon",
     "clip_epsilon_high",
     "critic_learning_rate",
+    "dual_clip",
     "entropy_coef",
     "eval_sampling",
     "logging_steps",

@@ -50,6 +50,9 @@ class BufferedPolicyModule(CooperativeModule):
     """Importance ratios are clipped below ``1 - clip_epsilon``. None: no clipping."""
     clip_epsilon_high: float | None = None
     """And above ``1 + clip_epsilon_high``. None: `clip_epsilon`."""
+    dual_clip: float | None = None
+    """Where an advantage is negative, importance ratios are clipped above it (3 is usual): one token that became much
+    likelier since it was sampled cannot dominate a step. None: no such limit."""
     importance_level: Literal["token", "sequence"] = "token"
     """One importance ratio per ``"token"`` or per ``"sequence"``."""
     loss_aggregation: Literal["sum", "constant", "sequence_mean", "token_mean"] = "sum"
@@ -80,6 +83,7 @@ class BufferedPolicyModule(CooperativeModule):
             self.entropy_coef,
             self.loss_aggregation,
             self.sampling.max_new_tokens,
+            self.dual_clip,
         )
         check_whole(1, num_inner_epochs=self.num_inner_epochs, max_nodes=self.max_nodes)
         if self.rollout_buffer_size is not None:

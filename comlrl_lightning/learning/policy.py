@@ -80,6 +80,7 @@ def clipped_policy_loss(batch: PolicyBatch) -> PolicyLoss:
         clip_epsilon=settings.clip_epsilon if clips else None,
         clip_epsilon_high=settings.clip_epsilon_high if clips else None,
         importance_level=settings.importance_level,
+        dual_clip=settings.dual_clip if clips else None,
     )
 
 

@@ -47,7 +47,7 @@ class PaperCritics:
 
 
 def make_learner(critics: PaperCritics, num_agents: int = 1, kl: float = 0.0, **value: Any) -> ActorCriticLearner:
-    policy = PolicySettings(1.0, kl, None, None, "token", 0.0, "sum", 1)
+    policy = PolicySettings(1.0, kl, None, None, "token", 0.0, "sum", 1, None)
     settings = ValueSettings(
         **{
             "critic_type": "v",

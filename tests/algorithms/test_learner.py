@@ -84,6 +84,7 @@ def make_learner(
         "entropy_coef": 0.0,
         "loss_aggregation": "sum",
         "max_new_tokens": 1,
+        "dual_clip": None,
     }
     table = MetricTable(training_keys(2, team.num_agents, with_kl=True))
     kept = PolicySettings(**{**settings, **policy})
@@ -282,6 +283,17 @@ class TestStaleness:
         # The sampler agreed with the policy before the update, whatever has become of that since.
         assert logged["agent_0/sampler_gap"] == pytest.approx(0.0)
         assert logged["agent_0/effective_sample_size"] == pytest.approx(1.0)
+
+    def test_the_dual_clip_bounds_what_became_likelier(self) -> None:
+        # A = (-.5, .5), both ratios e = 2.718282. A < 0: bounded at 2, no gradient; A > 0: at 1.2.
+        # Loss of the node: -(-.5 * 2 + .5 * 1.2) / 2 = .2.
+        team = PaperTeam(1, minus_one)
+        learner = make_learner(team, "group_mean", clip_epsilon=0.2, dual_clip=2.0)
+        (entry,) = learner.prepare(self.buffer, 1, stale=True)
+        team.policy = lambda text: torch.tensor(0.0).double()
+        torch.testing.assert_close(learner.loss(entry.rows, stats := UpdateStats(1)), torch.tensor(0.2).double())
+        stats.record(learner.table, 1)
+        assert learner.table.pop()["agent_0/clip_share"] == 1.0
 
 
 class TestCompletionBatches:

@@ -150,6 +150,7 @@ def test_there_is_one_turn(algorithm: type[PreferenceModule], setting: str) -> N
         "num_inner_epochs",
         "clip_epsilon",
         "clip_epsilon_high",
+        "dual_clip",
         "importance_level",
         "loss_aggregation",
         "entropy_coef",

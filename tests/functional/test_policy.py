@@ -87,6 +87,35 @@ def test_the_clip_stops_tokens_one_by_one(
     assert (result.num_clipped.tolist(), result.num_tokens.tolist()) == ([clipped], [2])
 
 
+# Ratios 1.349859 and .904837 once more. c = 1.2, A = -1: max(-1.349859, -1.2) = -1.2 without gradient, the other as it
+# is: 1.2 + .904837 = 2.104837. c = 1.4 is not reached. A = 1 knows no second clip: -(1.2 + .904837) by eps .2. With
+# eps .05 the second token stops, too: 1.2 + .95 = 2.15.
+DUAL_CLIPS = [
+    (-1.0, 0.2, 1.2, 2.104837, (0.0, 0.904837), 1),
+    (-1.0, 0.2, 1.4, 2.254696, (1.349859, 0.904837), 0),
+    (1.0, 0.2, 1.1, -2.104837, (0.0, -0.904837), 1),
+    (-1.0, 0.05, 1.2, 2.15, (0.0, 0.0), 2),
+    (-1.0, None, 1.2, 2.104837, (0.0, 0.904837), 1),
+]
+
+
+@pytest.mark.parametrize(("advantage", "epsilon", "dual", "loss", "gradient", "clipped"), DUAL_CLIPS)
+def test_the_second_clip_bounds_negative_advantages(
+    advantage: float, epsilon: float | None, dual: float, loss: float, gradient: tuple[float, ...], clipped: int
+) -> None:
+    result, actual = loss_and_gradient(NEW, advantage, OLD, clip_epsilon=epsilon, dual_clip=dual)
+    assert result.loss.item() == pytest.approx(loss, abs=1e-6)
+    torch.testing.assert_close(actual, doubles(list(gradient)), atol=1e-6, rtol=0)
+    assert result.num_clipped.tolist() == [clipped]
+
+
+def test_a_dual_clip_out_of_place_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^dual_clip=1.0 is out of range"):
+        loss_and_gradient(NEW, 1.0, OLD, dual_clip=1.0)
+    with pytest.raises(ValueError, match=r"^dual_clip=3.0 has no ratio to clip. Pass old_log_probs.$"):
+        loss_and_gradient(NEW, 1.0, None, dual_clip=3.0)
+
+
 # The mean of (.3, -.1) is .1: ratio 1.105171, times two tokens 2.210342; each token's gradient is the ratio.
 # eps .05: 2 * 1.05 = 2.1 for A = 1 with both tokens stopped; A = -1 is not stopped from above.
 # eps .05 against log ratios (-.3, .1): ratio .904837; A = -1 is stopped at .95, A = 1 is not.
