@@ -46,6 +46,7 @@ from comlrl_lightning.functional.policy import (
     token_divisors,
 )
 from comlrl_lightning.functional.preferences import (
+    PreferenceLossType,
     bradley_terry_loss,
     joint_preference_loss,
     sequence_log_probs,
@@ -71,6 +72,7 @@ __all__ = [
     "Normalization",
     "Parents",
     "PolicyLoss",
+    "PreferenceLossType",
     "advantage_moments",
     "agent_returns",
     "batch_moments",

@@ -11,12 +11,13 @@ from torch.nn import Parameter
 
 from comlrl_lightning.agents.batches import micro_batches, sequence_lengths
 from comlrl_lightning.agents.team import AgentTeam, TokenScores
-from comlrl_lightning.functional import joint_preference_loss, masked_sum, sequence_log_probs
+from comlrl_lightning.functional import PreferenceLossType, joint_preference_loss, masked_sum, sequence_log_probs
+from comlrl_lightning.functional.preferences import check_loss_type
 from comlrl_lightning.learning.policy import agent_group
 from comlrl_lightning.metrics import MetricTable, agent_key, preference_key
 from comlrl_lightning.preferences.pairs import PreferencePair
 from comlrl_lightning.types import Completion
-from comlrl_lightning.utilities.checks import check_at_least, check_flag, check_positive
+from comlrl_lightning.utilities.checks import check_at_least, check_flag, check_positive, check_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,15 @@ class PreferenceSettings:
     reference_free: bool
     length_normalized: bool
     temperature: float
+    loss_type: PreferenceLossType
+    label_smoothing: float
+    nll_coef: float
 
     def __post_init__(self) -> None:
         check_positive(beta=self.beta)
-        check_at_least(0.0, beta=self.beta)  # None passes the former
+        check_at_least(0.0, beta=self.beta, nll_coef=self.nll_coef)  # None passes the former
+        check_share(label_smoothing=self.label_smoothing)
+        check_loss_type(self.loss_type, self.label_smoothing)
         check_flag(reference_free=self.reference_free, length_normalized=self.length_normalized)
 
 
@@ -130,7 +136,15 @@ class PreferenceLearner:
                 reference = self.team.log_probs(rows, temperature=settings.temperature, reference=True)
                 chosen, rejected = self._sides(reference)
                 reference_margins = chosen - rejected
-        losses = joint_preference_loss(margins, settings.beta, reference_margins)
+        losses = joint_preference_loss(
+            margins,
+            settings.beta,
+            reference_margins,
+            loss_type=settings.loss_type,
+            label_smoothing=settings.label_smoothing,
+        )
+        if settings.nll_coef:
+            losses = losses - settings.nll_coef * self._sides(scores, per_token=True)[0].sum(1)
         total = margins if reference_margins is None else margins - reference_margins
         stats.loss += float(losses.detach().cpu().double().sum())
         stats.num_right += float((total.detach().sum(1) > 0).sum())
@@ -139,13 +153,13 @@ class PreferenceLearner:
         self._add_drift(rows, scores, stats)
         return losses.sum()
 
-    def _sides(self, scores: TokenScores) -> Tensor:
+    def _sides(self, scores: TokenScores, *, per_token: bool = False) -> Tensor:
         """`[2, R, N]` log-probabilities of winners and losers of pairs whose completions stand in `_rows`' order."""
         log_probs, mask = (
             table.view(-1, 2, self.team.num_agents, table.shape[1]).transpose(0, 1)
             for table in (scores.log_probs, scores.completion_mask)
         )
-        return sequence_log_probs(log_probs, mask, length_normalized=self.settings.length_normalized)
+        return sequence_log_probs(log_probs, mask, length_normalized=per_token or self.settings.length_normalized)
 
     def _add_drift(self, rows: Sequence[Completion], scores: TokenScores, stats: PreferenceStats) -> None:
         sums = masked_sum(scores.log_probs, scores.completion_mask).tolist()

@@ -338,6 +338,19 @@ def test_the_last_token_counts() -> None:
     assert stats.margins.tolist() == pytest.approx([expected, 0.0], abs=1e-5)
 
 
+def test_the_anchor_is_the_mean_log_probability_of_the_winners() -> None:
+    # Equal sides have the margin 0: log 2 by itself, and minus half of what two tokens are worth, for both agents.
+    module = trained_a_little(tiny_module(nll_coef=0.5))
+    assert isinstance(module, MADPO)
+    pair = made_pair([(80, 257), (90,)], [(80, 257), (90,)])
+    agents = reference_agents(module, "shared")
+    with torch.no_grad():
+        worth = [float(agent.scores(one, 1.0)[0].mean()) for agent, one in zip(agents, pair.winner, strict=True)]
+        (loss,) = module.preference_learner.losses([pair], module.preference_learner.new_stats())
+    assert abs(sum(worth)) > 0.1
+    assert float(loss) == pytest.approx(math.log(2) - 0.5 * sum(worth), abs=1e-5)
+
+
 def test_what_nobody_sampled_has_no_drift() -> None:
     module = trained_a_little(tiny_module())
     assert isinstance(module, MADPO)
