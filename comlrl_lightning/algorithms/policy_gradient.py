@@ -61,7 +61,7 @@ class BufferedPolicyModule(CooperativeModule):
     (``"sequence_mean"``, GRPO: biased by length), or the mean number of tokens per completion of the agent in the
     buffers of all ranks, weighted as the losses are (``"token_mean"``, DAPO). Under AdamW the scale alone changes no
     step, but `max_grad_norm` clips a sum over many tokens nearly always, which makes every step as long as any other.
-    The entropy bonus is divided alike; the loss of critics is not."""
+    The entropy bonus is divided alike, and by the constant the loss of a `ValueHead`, too; that of no other critic."""
     entropy_coef: float = 0.0
     """Weight, per nat, of the entropy summed over a completion's tokens and divided as `loss_aggregation` says; it
     rewards diversity."""

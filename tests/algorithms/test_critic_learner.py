@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.critics.critics import CriticTeam
+from comlrl_lightning.functional import LossAggregation
 from comlrl_lightning.learning.actor_critic import ActorCriticLearner, siblings, trajectories
 from comlrl_lightning.learning.minibatches import UpdateStats
 from comlrl_lightning.learning.settings import PolicySettings, ValueSettings
@@ -46,8 +47,14 @@ class PaperCritics:
         return {"critic": {}}
 
 
-def make_learner(critics: PaperCritics, num_agents: int = 1, kl: float = 0.0, **value: Any) -> ActorCriticLearner:
-    policy = PolicySettings(1.0, kl, None, None, "token", 0.0, "sum", 1, None)
+def make_learner(
+    critics: PaperCritics,
+    num_agents: int = 1,
+    kl: float = 0.0,
+    aggregation: LossAggregation = "sum",
+    **value: Any,
+) -> ActorCriticLearner:
+    policy = PolicySettings(1.0, kl, None, None, "token", 0.0, aggregation, 4, None)
     settings = ValueSettings(
         **{
             "critic_type": "v",
@@ -241,6 +248,12 @@ class TestValueLoss:
         total, _ = self.loss(critics, rollout([1.0]), 1)
         assert float(total) == pytest.approx(0.6 * 0.25)
         assert float(self.loss(PaperCritics(lambda texts: [0.5], 1), rollout([1.0]), 1)[0]) == pytest.approx(0.25)
+
+    @pytest.mark.parametrize(("shared", "expected"), [(True, 0.6 * 0.25 / 4), (False, 0.25)])
+    def test_a_constant_divides_what_reaches_an_agent(self, shared: bool, expected: float) -> None:
+        critics = PaperCritics(lambda texts: [0.5], 1, shared=shared)
+        total, _ = self.loss(critics, rollout([1.0]), 1, aggregation="constant")
+        assert float(total) == pytest.approx(expected)
 
     def test_values_are_clipped_around_those_of_the_collection(self) -> None:
         # V was 1 and is 1.5, range .2: target 2 -> (1.2 - 2)^2 = .64, target 1 -> .25.
