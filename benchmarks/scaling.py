@@ -23,7 +23,7 @@ from benchmarks._report import table
 from comlrl_lightning import LoraSettings, Sampling, SharedBase
 from comlrl_lightning.agents.decoding.native import Row, generate
 from comlrl_lightning.agents.loading import build_team
-from comlrl_lightning.agents.log_probs import num_padded_tokens
+from comlrl_lightning.agents.log_probs import PaddedTokens
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.assets import story_model_path
 from comlrl_lightning.types import Completion
@@ -150,7 +150,7 @@ def count(step: Step) -> tuple[float, float, float]:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
             loss = team.log_probs(completions, temperature=1.0).log_probs.sum()
         loss.backward()  # type: ignore[no-untyped-call]
-    read = num_padded_tokens(completions, reads_prompts_once=model.reads_prompts_once)
+    read = PaddedTokens(completions, reads_prompts_once=model.reads_prompts_once).total
     return in_sampling, counter.get_total_flops(), sum(kept.values()) / read
 
 

@@ -13,10 +13,15 @@ from comlrl_lightning.utilities.distributed import all_reduce_sum
 TURN_METRICS = ("reward_mean", "expected_return")
 """Under ``turn_k/``: mean processed reward, mean discounted return from this turn on."""
 TURN_KL_METRICS = ("reference_kl_mean", "reference_kl_penalty_mean")
-"""Under ``turn_k/`` with a reference policy: sequence KL estimate in nats, and what it costs."""
+"""Under ``turn_k/`` with a reference policy: sequence KL estimate in nats, and what it costs. Both policies are
+taken at the temperature of the sampling, in an evaluation at its own. Greedy completions are no sample of any such
+policy: for them it is the distance at temperature 1 along the likeliest completions, and no estimate of a KL."""
+NORM_METRICS = ("grad_norm", "clipped_update_share")
+"""Under the name of each parameter group: gradient norm before clipping, share of the optimizer steps in which it
+exceeded `max_grad_norm`, so that the step was shortened."""
 AGENT_METRICS = (
     "loss",
-    "grad_norm",
+    *NORM_METRICS,
     "completion_tokens",
     "truncated_share",
     "zero_advantage_share",
@@ -25,16 +30,18 @@ AGENT_METRICS = (
     "effective_sample_size",
     "sampler_gap",
 )
-"""Under ``agent_i/``: policy loss, gradient norm before clipping, tokens per completion, share of completions cut by
-the token limit, share of groups without any advantage, entropy per token in nats, share of clipped tokens, effective
-sample size of the importance ratios as a share, mean absolute gap between the sampler's and the update's log-probs."""
+"""Under ``agent_i/``: policy loss, gradient norm and how often it was clipped, tokens per completion, share of
+completions cut by the token limit, share of groups without any advantage, entropy per token in nats, share of clipped
+tokens, effective sample size of the importance ratios as a share, mean absolute gap between the sampler's and the
+update's log-probs."""
 CRITIC_METRICS = ("value_loss", "explained_variance", "td_error")
 """Under ``agent_i/`` with critics, all alike for one critic of a shared reward: squared error of the values, share of
 the variance of the Monte-Carlo returns that the values explained before the update (1 is perfect), mean absolute TD
-error. The gradient norm of a critic stands under its own name, ``critic/`` or ``critic_i/``."""
-DIRECT_METRICS = ("margin", "log_prob_drift")
-"""Under ``agent_i/`` when policies are fitted to pairs: mean margin between winner and loser in nats, and how far the
-log-probabilities of completions have moved since they were sampled, in nats per completion."""
+error. The `NORM_METRICS` of a critic stand under its own name, ``critic/`` or ``critic_i/``."""
+DIRECT_METRICS = ("margin", "chosen_log_prob", "rejected_log_prob", "log_prob_drift")
+"""Under ``agent_i/`` when policies are fitted to pairs: mean margin between winner and loser in nats, the mean
+log-probabilities of winners and of losers that it is the difference of (both fall where the loss pushes losers down
+only), and the mean absolute change of a completion's log-probability since it was sampled, in nats."""
 PAIR_METRICS = ("pairs_per_item", "reward_gap", "comparator_reward_mean", "comparator_unparsed_share")
 """Under ``preference/``: pairs that an item gave, mean difference of their rewards, mean reward of the comparator (both
 by whatever ranks the candidates), share of its joint completions in which no agent's answer was found."""
@@ -92,7 +99,7 @@ def preference_keys(num_agents: int, direct: bool) -> list[str]:
     if direct:
         agents = [agent_key(agent, name) for agent in range(num_agents) for name in DIRECT_METRICS]
         return [*pairs, *map(preference_key, FIT_METRICS), *agents]
-    fit = [group_key("reward_model", name) for name in (*FIT_METRICS, "held_out_accuracy", "grad_norm")]
+    fit = [group_key("reward_model", name) for name in (*FIT_METRICS, "held_out_accuracy", *NORM_METRICS)]
     return [*pairs, *fit, *(LEARNED + key for key in turn_keys(1, with_kl=False))]
 
 
@@ -101,7 +108,7 @@ def critic_keys(num_agents: int, groups: Sequence[str]) -> list[str]:
     if not groups:
         return []
     agents = [agent_key(agent, name) for agent in range(num_agents) for name in CRITIC_METRICS]
-    return [*agents, *(group_key(group, "grad_norm") for group in groups)]
+    return [*agents, *(group_key(group, name) for group in groups for name in NORM_METRICS)]
 
 
 def training_keys(num_turns: int, num_agents: int, with_kl: bool, parts: Iterable[str] = ()) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from comlrl_lightning.agents.log_probs import num_padded_tokens
+from comlrl_lightning.agents.log_probs import PaddedTokens
 from comlrl_lightning.types import Completion
 
 
@@ -57,15 +57,18 @@ def completion_batches(
     if not reads_prompts_once:
         return by_length
 
-    def cost(rows: Sequence[int]) -> int:
-        return num_padded_tokens([completions[row] for row in rows], reads_prompts_once=True)
-
     by_prompt: list[list[int]] = []
+    tokens = PaddedTokens(reads_prompts_once=True)
     for position in sorted(range(len(completions)), key=lambda row: _by_prompt(completions[row], row)):
-        if by_prompt and cost([*by_prompt[-1], position]) <= token_budget:
+        if by_prompt and tokens.add(completions[position]).total <= token_budget:
             by_prompt[-1].append(position)
         else:
             by_prompt.append([position])
+            tokens = PaddedTokens([completions[position]], reads_prompts_once=True)
+
+    def cost(rows: Sequence[int]) -> int:
+        return PaddedTokens((completions[row] for row in rows), reads_prompts_once=True).total
+
     return min(by_length, by_prompt, key=lambda batches: sum(map(cost, batches)))
 
 

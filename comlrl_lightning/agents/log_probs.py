@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -43,7 +43,7 @@ def score(
         return score(model.frozen, completions, temperature)
     groups = [(agent, list(group)) for agent, group in groupby(completions, key=lambda completion: completion.agent)]
     agents = [agent for agent, _ in groups]
-    if model.reads_prompts_once and sharing_pays(completions):
+    if PaddedTokens(completions, reads_prompts_once=model.reads_prompts_once).sharing_pays:
         features, head = _read_prompts_once(model, completions, agents, reference)
     else:
         ids, positions, rows, columns = _layout(completions, model.device)
@@ -103,31 +103,49 @@ def _read_prompts_once(
     return states[columns < scored.unsqueeze(1)], model.causal.get_output_embeddings()
 
 
-def sharing_pays(completions: Sequence[Completion]) -> bool:
-    """Whether to read each prompt once, in a pass of its own: fewer tokens must make up for one pass more."""
-    return _tokens_shared(completions) <= WORTH_A_PASS * _tokens_apart(completions)
-
-
-def num_padded_tokens(completions: Sequence[Completion], *, reads_prompts_once: bool) -> int:
-    """Padded tokens that one call of `score` reads.
+class PaddedTokens:
+    """Padded tokens that one call of `score` reads, counted row by row.
 
     Args:
         completions: What is scored.
         reads_prompts_once: Of the language model.
     """
-    if reads_prompts_once and sharing_pays(completions):
-        return _tokens_shared(completions)
-    return _tokens_apart(completions)
 
+    def __init__(self, completions: Iterable[Completion] = (), *, reads_prompts_once: bool) -> None:
+        self.reads_prompts_once = reads_prompts_once
+        self.num_rows = 0
+        self.longest_row = self.longest_prompt = self.longest_completion = 0
+        self.prompts: set[tuple[int, tuple[int, ...]]] = set()
+        for one in completions:
+            self.add(one)
 
-def _tokens_apart(completions: Sequence[Completion]) -> int:
-    return len(completions) * max(len(one.prompt_ids) + len(one.token_ids) for one in completions)
+    def add(self, one: Completion) -> PaddedTokens:
+        """Count one more completion."""
+        prompt, answer = len(one.prompt_ids), len(one.token_ids)
+        self.num_rows += 1
+        self.longest_row = max(self.longest_row, prompt + answer)
+        self.longest_prompt = max(self.longest_prompt, prompt)
+        self.longest_completion = max(self.longest_completion, answer)
+        self.prompts.add((one.agent, one.prompt_ids))
+        return self
 
+    @property
+    def total(self) -> int:
+        """Padded tokens, each prompt once where that pays."""
+        return self._shared if self.sharing_pays else self._apart
 
-def _tokens_shared(completions: Sequence[Completion]) -> int:
-    prompts = _prompts(completions)
-    longest = max(len(ids) for _, ids in prompts), max(len(one.token_ids) for one in completions)
-    return len(prompts) * longest[0] + len(completions) * longest[1]
+    @property
+    def sharing_pays(self) -> bool:
+        """Whether to read each prompt once, in a pass of its own: fewer tokens must make up for one pass more."""
+        return self.reads_prompts_once and self._shared <= WORTH_A_PASS * self._apart
+
+    @property
+    def _apart(self) -> int:
+        return self.num_rows * self.longest_row
+
+    @property
+    def _shared(self) -> int:
+        return len(self.prompts) * self.longest_prompt + self.num_rows * self.longest_completion
 
 
 def _prompts(completions: Sequence[Completion]) -> list[tuple[int, tuple[int, ...]]]:

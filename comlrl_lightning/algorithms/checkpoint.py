@@ -35,6 +35,7 @@ FREE_SETTINGS = (
     "clip_epsilon",
     "clip_epsilon_high",
     "critic_learning_rate",
+    "dual_clip",
     "entropy_coef",
     "eval_sampling",
     "logging_steps",
@@ -59,7 +60,15 @@ FREE_SETTINGS = (
 MEANS = ("gradient_checkpointing", "api_key_env", "timeout_seconds", "max_retries", "max_concurrency")
 """Settings of models that cost memory or time, or reach a server, and change no result: a run may go on with others."""
 
-NEWER_SETTINGS = {"environment": None, "per_agent_rewards": False, "reward_none": "error"}
+NEWER_SETTINGS = {
+    "environment": None,
+    "per_agent_rewards": False,
+    "reward_none": "error",
+    "loss_aggregation": "sum",
+    "loss_type": "sigmoid",
+    "label_smoothing": 0.0,
+    "nll_coef": 0.0,
+}
 """Fixed settings of algorithms that older checkpoints lack, and what they meant."""
 
 

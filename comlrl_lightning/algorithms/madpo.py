@@ -1,5 +1,7 @@
 """Multi-agent DPO: the policies themselves are fitted to pairs."""
 
+from typing import Literal
+
 from torch.nn import Parameter
 from typing_extensions import override
 
@@ -26,13 +28,29 @@ class MADPO(PreferenceModule):
     """Compare the policies' margins with 0; otherwise with those of the reference policies, which stay the initial ones
     in all rounds."""
     length_normalized: bool = False
-    """Take the mean over a completion's tokens in place of the sum."""
+    """Take the mean over a completion's tokens in place of the sum, which is biased by length. Margins are smaller;
+    a usual `beta` is 2 (https://arxiv.org/abs/2405.14734)."""
+    loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
+    """``"sigmoid"``, or ``"ipo"``: ``(sum of the margins - 1 / (2 * beta))^2``, which stops at that sum
+    (https://arxiv.org/abs/2310.12036)."""
+    label_smoothing: float = 0.0
+    """Share of the pairs whose order is taken for wrong, from 0 to below .5: for rewards that are noisy
+    (https://ericmitchell.ai/cdpo.pdf)."""
+    nll_coef: float = 0.0
+    """Weight of an anchor, minus the mean log-probability per token of the winner, added over the agents
+    (https://arxiv.org/abs/2404.19733): it keeps winners likely where the loss alone only pushes losers down."""
 
     @override
     def check_settings(self) -> None:
         super().check_settings()
         self.preference_settings = PreferenceSettings(
-            self.beta, self.reference_free, self.length_normalized, self.sampling.temperature
+            self.beta,
+            self.reference_free,
+            self.length_normalized,
+            self.sampling.temperature,
+            self.loss_type,
+            self.label_smoothing,
+            self.nll_coef,
         )
 
     @override

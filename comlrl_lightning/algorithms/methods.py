@@ -205,8 +205,8 @@ class ActorCriticMethod(PolicyMethod):
     gae_lambda: float = 1.0
     """From 1 (advantages are returns minus values) to 0 (TD errors: the critic is trusted)."""
     advantage_normalization: Literal["batch", False] = "batch"
-    """``"batch"`` centers and scales advantages per agent and turn over the buffer; a buffer of one node stays as it
-    is. False leaves them alone."""
+    """``"batch"`` centers and scales advantages per agent and turn over the buffers of all ranks, where these hold at
+    least four of them; fewer stay as they are, since two would be +1 and -1 whatever the gap. False: none of them."""
 
     centralized: ClassVar[bool]
     """Whether one critic values the joint history; otherwise each agent has a critic for its own."""

@@ -167,7 +167,8 @@ class CooperativeModule(DataclassModule):
     where a step has nothing to learn (all advantages are 0) or is left out (`on_nonfinite`), so that no weight moves.
     None: constant."""
     max_grad_norm: float | None = 1.0
-    """Largest gradient norm, per agent. None: no clipping."""
+    """Largest gradient norm, per agent; ``agent_i/clipped_update_share`` is the share of the updates that it shortened.
+    None: no clipping."""
     micro_batch_tokens: int = 4096
     """Padded tokens per forward and backward pass; changes memory and speed, never the result."""
     logging_steps: int = 1

@@ -51,10 +51,21 @@ class BufferedPolicyModule(CooperativeModule):
     """Importance ratios are clipped below ``1 - clip_epsilon``. None: no clipping."""
     clip_epsilon_high: float | None = None
     """And above ``1 + clip_epsilon_high``. None: `clip_epsilon`."""
+    dual_clip: float | None = None
+    """Where an advantage is negative, importance ratios are clipped above it (3 is usual): one token that became much
+    likelier since it was sampled cannot dominate a step. None: no such limit."""
     importance_level: Literal["token", "sequence"] = "token"
     """One importance ratio per ``"token"`` or per ``"sequence"``."""
+    loss_aggregation: Literal["sum", "constant", "sequence_mean", "token_mean"] = "sum"
+    """What the loss of a completion, a sum over its tokens, is divided by: nothing (``"sum"``), the largest number of
+    tokens ``sampling.max_new_tokens`` (``"constant"``, Dr. GRPO: the same gradient, smaller), its own number of tokens
+    (``"sequence_mean"``, GRPO: biased by length), or the mean number of tokens per completion of the agent in the
+    buffers of all ranks, weighted as the losses are (``"token_mean"``, DAPO). Under AdamW the scale alone changes no
+    step, but `max_grad_norm` clips a sum over many tokens nearly always, which makes every step as long as any other.
+    The entropy bonus is divided alike, and by the constant the loss of a `ValueHead`, too; that of no other critic."""
     entropy_coef: float = 0.0
-    """Weight, per nat, of the entropy summed over a completion's tokens; it rewards diversity."""
+    """Weight, per nat, of the entropy summed over a completion's tokens and divided as `loss_aggregation` says; it
+    rewards diversity."""
 
     @property
     @abstractmethod
@@ -71,6 +82,9 @@ class BufferedPolicyModule(CooperativeModule):
             self.clip_epsilon_high,
             self.importance_level,
             self.entropy_coef,
+            self.loss_aggregation,
+            self.sampling.max_new_tokens,
+            self.dual_clip,
         )
         check_whole(1, num_inner_epochs=self.num_inner_epochs, max_nodes=self.max_nodes)
         if self.rollout_buffer_size is not None:
@@ -172,7 +186,8 @@ class BufferedPolicyModule(CooperativeModule):
     @override
     def record_evaluation(self, rollouts: Rollouts) -> None:
         if self.penalizes_kl:
-            self.learner.record_kl(self.evaluation_metrics, rollouts.nodes)
+            assert self.eval_sampling is not None
+            self.learner.record_kl(self.evaluation_metrics, rollouts.nodes, self.eval_sampling.temperature)
 
     @override
     def save_models(self, folder: Path) -> None:

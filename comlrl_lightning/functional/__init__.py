@@ -38,8 +38,20 @@ from comlrl_lightning.functional.advantages import (
 )
 from comlrl_lightning.functional.kl import kl_estimate, sequence_kl
 from comlrl_lightning.functional.log_probs import chunked_log_probs, masked_sum, token_log_probs
-from comlrl_lightning.functional.policy import ImportanceLevel, PolicyLoss, policy_loss
-from comlrl_lightning.functional.preferences import bradley_terry_loss, joint_preference_loss, sequence_margins
+from comlrl_lightning.functional.policy import (
+    ImportanceLevel,
+    LossAggregation,
+    PolicyLoss,
+    policy_loss,
+    token_divisors,
+)
+from comlrl_lightning.functional.preferences import (
+    PreferenceLossType,
+    bradley_terry_loss,
+    joint_preference_loss,
+    sequence_log_probs,
+    sequence_margins,
+)
 from comlrl_lightning.functional.returns import Parents, agent_returns, node_weights, tree_returns
 from comlrl_lightning.functional.values import (
     Credit,
@@ -56,9 +68,11 @@ __all__ = [
     "Baseline",
     "Credit",
     "ImportanceLevel",
+    "LossAggregation",
     "Normalization",
     "Parents",
     "PolicyLoss",
+    "PreferenceLossType",
     "advantage_moments",
     "agent_returns",
     "batch_moments",
@@ -80,9 +94,11 @@ __all__ = [
     "node_weights",
     "policy_loss",
     "sequence_kl",
+    "sequence_log_probs",
     "sequence_margins",
     "subtract_baseline",
     "subtract_kl",
+    "token_divisors",
     "token_log_probs",
     "tree_returns",
     "value_loss",

@@ -14,6 +14,8 @@ from comlrl_lightning.functional.log_probs import masked_sum
 
 ImportanceLevel = Literal["token", "sequence"]
 """Whether each token has its own importance ratio or a completion has one, the geometric mean of them."""
+LossAggregation = Literal["sum", "constant", "sequence_mean", "token_mean"]
+"""What the loss of a completion, a sum over its tokens, is divided by: see `token_divisors`."""
 
 
 class PolicyLoss(NamedTuple):
@@ -38,6 +40,7 @@ def policy_loss(
     clip_epsilon: float | None = None,
     clip_epsilon_high: float | None = None,
     importance_level: ImportanceLevel = "token",
+    dual_clip: float | None = None,
 ) -> PolicyLoss:
     """`[R]` loss of each completion as a sum over its tokens; the mean over a group is the loss of its node.
 
@@ -47,6 +50,10 @@ def policy_loss(
     of the completion, ``exp(mean(log pi - log pi_old))`` (GSPO, https://arxiv.org/abs/2507.18071), times the number of
     its tokens so that both levels have the same size.
 
+    Where A is negative, nothing bounds ``rho * A`` from below. With `dual_clip` c the term is
+    ``max(min(rho * A, clip(rho) * A), c * A)`` there (https://arxiv.org/abs/1912.09729): a ratio above c has
+    no gradient any more.
+
     Args:
         log_probs: `[R, C]` log-probabilities under the policy, at the sampling temperature.
         advantages: `[R]` advantage of each completion.
@@ -55,6 +62,7 @@ def policy_loss(
         clip_epsilon: How far below 1 a ratio may push, from 0 to below 1; None: no clip.
         clip_epsilon_high: How far above 1 a ratio may push, at least 0; None: `clip_epsilon`.
         importance_level: Ratio per token or per completion.
+        dual_clip: Largest ratio that still counts where the advantage is negative, above 1; None: no limit.
 
     Returns:
         `[R]` losses, clipped tokens and tokens.
@@ -65,10 +73,14 @@ def policy_loss(
     if importance_level not in get_args(ImportanceLevel):
         raise ValueError(f"importance_level={importance_level!r} is unknown. Use 'token' or 'sequence'.")
     low, high = _log_ratio_bounds(clip_epsilon, clip_epsilon_high)
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip={dual_clip} is out of range. Use a number above 1, such as 3.0, or None.")
+    highest = math.inf if dual_clip is None else math.log(dual_clip)
     num_tokens = completion_mask.sum(-1)
     if old_log_probs is None:
-        if clip_epsilon is not None:
-            raise ValueError(f"clip_epsilon={clip_epsilon} has no ratio to clip. Pass old_log_probs.")
+        for name, value in (("clip_epsilon", clip_epsilon), ("dual_clip", dual_clip)):
+            if value is not None:
+                raise ValueError(f"{name}={value} has no ratio to clip. Pass old_log_probs.")
         return PolicyLoss(
             -advantages * masked_sum(log_probs, completion_mask), torch.zeros_like(num_tokens), num_tokens
         )
@@ -77,10 +89,52 @@ def policy_loss(
         log_ratio = (log_ratio.sum(-1) / num_tokens.clamp(min=1)).unsqueeze(-1).expand_as(log_probs)
     weights = advantages.unsqueeze(-1)
     too_high, too_low = (weights > 0) & (log_ratio > high), (weights < 0) & (log_ratio < low)
+    far_too_high = (weights < 0) & (log_ratio > highest)
     # Clipping the logarithm, not the ratio: exp() of a stopped token cannot turn its zero gradient into NaN.
-    ratio = log_ratio.masked_fill(too_high, high).masked_fill(too_low, low).exp()
-    clipped = (too_high | too_low) & completion_mask
+    bounded = log_ratio.masked_fill(too_high, high).masked_fill(too_low, low).masked_fill(far_too_high, highest)
+    ratio = bounded.exp()
+    clipped = (too_high | too_low | far_too_high) & completion_mask
     return PolicyLoss(-masked_sum(weights * ratio, completion_mask), clipped.sum(-1), num_tokens)
+
+
+def token_divisors(lengths: Tensor, aggregation: LossAggregation, *, max_tokens: float, mean_tokens: float) -> Tensor:
+    """`[R]` divisor of the loss of each completion, which `policy_loss` sums over its tokens.
+
+    The gradient of the expected return is ``E[A * grad log pi(y)]``, and ``log pi(y)`` is a sum over tokens:
+
+    - ``"sum"`` divides by 1: as unbiased as the advantages are. The norm of the gradient grows with the lengths.
+    - ``"constant"`` divides by `max_tokens`: Dr. GRPO (https://arxiv.org/abs/2503.20783). The same direction at
+      ``1 / max_tokens`` of the size: unbiased up to that scale.
+    - ``"sequence_mean"`` divides by the completion's own length: GRPO (https://arxiv.org/abs/2402.03300). Biased,
+      whatever the number of samples: returns of short completions count more, and the sign may turn.
+    - ``"token_mean"`` divides by `mean_tokens` of the sampled completions: DAPO (https://arxiv.org/abs/2503.14476).
+      Biased, as the divisor depends on what was sampled; the bias falls as one over the number of completions.
+
+    A short completion ("s", one token) or a long one (three) with probability .5 each, returns 1 and 2: the gradient to
+    the logit of the short one is -.25, ``"constant"`` with 4 gives -.0625 and ``"sequence_mean"`` +.0833.
+
+    Args:
+        lengths: `[R]` tokens of each completion.
+        aggregation: One of the four.
+        max_tokens: The constant, such as the largest number of tokens that sampling allows.
+        mean_tokens: Mean number of tokens over a set of completions that hangs neither on micro-batches nor on ranks.
+
+    Returns:
+        `[R]` divisors, at least 1.
+
+    Raises:
+        ValueError: If the aggregation is unknown.
+    """
+    divisors = {
+        "sum": torch.ones_like(lengths),
+        "constant": torch.full_like(lengths, max_tokens),
+        "sequence_mean": lengths,
+        "token_mean": torch.full_like(lengths, mean_tokens),
+    }
+    if aggregation not in divisors:
+        allowed = "'sum', 'constant', 'sequence_mean' or 'token_mean'"
+        raise ValueError(f"loss_aggregation={aggregation!r} is unknown. Use {allowed}.")
+    return divisors[aggregation].clamp(min=1.0)
 
 
 def _log_ratio_bounds(clip_epsilon: float | None, clip_epsilon_high: float | None) -> tuple[float, float]:

@@ -15,6 +15,10 @@ from torch import Tensor
 
 ROUNDING = 1e-13
 """Largest share of a sum of squares that rounding alone can leave between equal numbers."""
+MIN_SAMPLES = 4
+"""Fewest advantages whose spread is a scale. Two give +1 and -1, be the gap a difference in quality or noise. For n
+normal samples the weight of a buffer, ``1 / deviation``, has a finite variance from n = 4 on: its standard deviation
+over its mean is .76, .32 and .20 for n = 4, 8 and 16."""
 
 
 class Credit(NamedTuple):
@@ -105,7 +109,8 @@ def advantage_moments(advantages: Tensor) -> Tensor:
 def center_and_scale(advantages: Tensor, moments: Tensor, eps: float = 1e-4) -> Tensor:
     """Advantages minus their mean, divided by their standard deviation, with the shape of `advantages`.
 
-    Equal advantages give zeros. Fewer than two have no spread and stay as they are: centered, a single one would be 0.
+    Equal advantages give zeros. Fewer than `MIN_SAMPLES` stay as they are, in units of reward: a critic has been
+    subtracted from them already, and centered, n of them would lose 1/n of their gradient.
 
     Args:
         advantages: Any shape, of one agent and turn.
@@ -113,7 +118,7 @@ def center_and_scale(advantages: Tensor, moments: Tensor, eps: float = 1e-4) -> 
         eps: Added to the standard deviation.
     """
     count, total, squares = moments.to(advantages.device).unbind()
-    if count < 2:
+    if count < MIN_SAMPLES:
         return advantages
     mean = total / count
     variance = squares / count - mean.square()

@@ -217,7 +217,11 @@ class ActorCriticLearner(Learner):
         old_values = values.new_tensor([row.old_values for row in rows])
         losses = value_loss(values, targets, old_values, self.value.value_clip_range)
         stats.add_values(losses, self._counted(rows).to(losses))
-        weight = self.value.value_loss_coef if self.critics.shares_parameters() else 1.0
+        weight = 1.0
+        if self.critics.shares_parameters():
+            # The constant scales all that reaches an agent's adapter: the coefficient keeps its meaning.
+            constant = self.settings.max_new_tokens if self.settings.loss_aggregation == "constant" else 1
+            weight = self.value.value_loss_coef / constant
         return weight * losses.sum() / (losses.shape[1] if self.critics.num_critics == 1 else 1)
 
 

@@ -25,6 +25,7 @@ from comlrl_lightning.functional import (
     policy_loss,
     sequence_kl,
     subtract_kl,
+    token_divisors,
 )
 from comlrl_lightning.learning.minibatches import (
     PolicyRow,
@@ -80,6 +81,7 @@ def clipped_policy_loss(batch: PolicyBatch) -> PolicyLoss:
         clip_epsilon=settings.clip_epsilon if clips else None,
         clip_epsilon_high=settings.clip_epsilon_high if clips else None,
         importance_level=settings.importance_level,
+        dual_clip=settings.dual_clip if clips else None,
     )
 
 
@@ -201,21 +203,22 @@ class Learner(ABC):
         nodes = [entry.node for entry in buffer]
         kappa = self._record_kl(self.table, nodes, *self.kl(completions, current)) if with_kl else None
         advantages = self.advantages(buffer, num_turns, kappa)
-        divisor = self._divisor(buffer, num_turns)
+        mean_weight = self._mean_weight(buffer, num_turns)
+        divisors = self._divisors(buffer)
         old = iter(current if stale else [None] * len(completions))
         prepared = []
-        for entry, values in zip(buffer, advantages, strict=True):
+        for entry, values, of_node in zip(buffer, advantages, divisors, strict=True):
             rows: list[PolicyRow] = []
             for agent, group in enumerate(entry.node.completions):
                 if not group:  # an agent that does not act
                     continue
-                scale = entry.weight / divisor / len(group)
+                scale = entry.weight / mean_weight / len(group)
                 silent = self._is_silent(values[agent])
                 self.table.update(agent_key(agent, "zero_advantage_share"), float(not values[agent].any()))
                 group_tokens = sum(len(one.token_ids) for one in group) / len(group)
                 candidates = [
-                    PolicyRow(one, float(advantage), scale, next(old), group_tokens)
-                    for one, advantage in zip(group, values[agent], strict=True)
+                    PolicyRow(one, float(advantage), scale / divisor, next(old), group_tokens)
+                    for one, advantage, divisor in zip(group, values[agent], of_node[agent], strict=True)
                 ]
                 rows += [] if silent else candidates
             prepared.append(PreparedNode(tuple(rows)))
@@ -271,30 +274,37 @@ class Learner(ABC):
         )
 
     @torch.no_grad()
-    def score(self, completions: Sequence[Completion], reference: bool = False) -> list[Tensor]:
+    def score(
+        self, completions: Sequence[Completion], reference: bool = False, temperature: float | None = None
+    ) -> list[Tensor]:
         """`[C]` log-probabilities of each completion, by the code path of the update.
 
         Args:
             completions: Completions of any agents.
             reference: Score under the reference policy.
+            temperature: Divides the logits; None: that of training.
         """
+        temperature = self.settings.temperature if temperature is None else temperature
         scored: list[Tensor] = [torch.empty(0)] * len(completions)
         for batches in self.team.micro_batches(completions, self.micro_batch_tokens):
             batch = [position for positions in batches for position in positions]
             chosen = [completions[position] for position in batch]
-            scores = self.team.log_probs(chosen, temperature=self.settings.temperature, reference=reference)
+            scores = self.team.log_probs(chosen, temperature=temperature, reference=reference)
             for row, position in enumerate(batch):
                 scored[position] = scores.log_probs[row, : len(completions[position].token_ids)]
         return scored
 
-    def kl(self, completions: Sequence[Completion], current: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def kl(
+        self, completions: Sequence[Completion], current: Sequence[Tensor], temperature: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`[R]` kappa and `[R]` estimate of the sequence KL to the reference policy, in nats.
 
         Args:
             completions: `[R]` completions of any agents.
             current: `[R][C]` log-probabilities under the policy.
+            temperature: At which they are; None: that of training.
         """
-        reference = self.score(completions, reference=True)
+        reference = self.score(completions, reference=True, temperature=temperature)
         if not completions:
             return torch.empty(0), torch.empty(0)
         log_probs, reference_log_probs = pad_rows(current, current[0]), pad_rows(reference, current[0])
@@ -302,14 +312,21 @@ class Learner(ABC):
         mask = torch.arange(log_probs.shape[1], device=log_probs.device) < lengths[:, None]
         return sequence_kl(log_probs, reference_log_probs, mask), kl_estimate(log_probs, reference_log_probs, mask)
 
-    def record_kl(self, table: MetricTable, nodes: Sequence[Node]) -> list[list[Tensor]]:
+    def record_kl(self, table: MetricTable, nodes: Sequence[Node], temperature: float) -> list[list[Tensor]]:
         """Log the reference KL of some nodes, scored anew.
+
+        Args:
+            table: Gets the metrics.
+            nodes: The nodes.
+            temperature: At which they were sampled; greedy ones are scored at 1.
 
         Returns:
             `[nodes][N][K]` kappa in float64.
         """
         completions = [one for node in nodes for group in node.completions for one in group]
-        return self._record_kl(table, nodes, *self.kl(completions, self.score(completions)))
+        temperature = temperature or 1.0
+        current = self.score(completions, temperature=temperature)
+        return self._record_kl(table, nodes, *self.kl(completions, current, temperature))
 
     def _record_kl(
         self, table: MetricTable, nodes: Sequence[Node], kappa: Tensor, estimate: Tensor
@@ -327,15 +344,38 @@ class Learner(ABC):
             first = last
         return per_node
 
-    def _divisor(self, buffer: Sequence[CreditedNode], num_turns: int) -> float:
-        """Roots times turns per node of the buffers of all ranks.
+    def _mean_weight(self, buffer: Sequence[CreditedNode], num_turns: int) -> float:
+        """Roots times turns per node of the buffers of all ranks: the mean weight where no branch ends early.
 
-        A mini-batch takes the mean over its nodes of ``weight / divisor * loss``: over a whole buffer the sum of
+        A mini-batch takes the mean over its nodes of ``weight / mean_weight * loss``: over a whole buffer the sum of
         ``weight * loss``, divided by roots times turns (`node_weights` has the reason).
         """
         num_roots = sum(entry.node.parent is None for entry in buffer)
         roots, count = all_reduce_sum(torch.tensor([num_roots, len(buffer)], dtype=torch.float64)).tolist()
         return roots * num_turns / count if count else 1.0
+
+    def _divisors(self, buffer: Sequence[CreditedNode]) -> list[list[list[float]]]:
+        """`[nodes][N][K]` what the sum over the tokens of each completion is divided by. Call it on every rank."""
+        lengths = [
+            [torch.tensor([float(len(one.token_ids)) for one in group], dtype=torch.float64) for group in groups]
+            for groups in (entry.node.completions for entry in buffer)
+        ]
+        totals = torch.zeros(self.team.num_agents, 2, dtype=torch.float64)
+        for entry, of_node in zip(buffer, lengths, strict=True):
+            acts = torch.tensor([float(len(group) > 0) for group in of_node], dtype=torch.float64)
+            means = torch.stack([group.sum() / max(len(group), 1) for group in of_node])
+            totals += entry.weight * torch.stack([means, acts], dim=1)
+        aggregation = self.settings.loss_aggregation
+        totals = all_reduce_sum(totals) if aggregation == "token_mean" else totals
+        tokens = [total / weight if weight else 0.0 for total, weight in totals.tolist()]
+        largest = self.settings.max_new_tokens
+        return [
+            [
+                token_divisors(group, aggregation, max_tokens=largest, mean_tokens=mean).tolist()
+                for group, mean in zip(of_node, tokens, strict=True)
+            ]
+            for of_node in lengths
+        ]
 
     def _is_silent(self, advantages: Tensor) -> bool:
         """Whether a group has no gradient at all, so that its forward pass can be left out."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from comlrl_lightning.functional import ImportanceLevel
-from comlrl_lightning.utilities.checks import check_at_least, check_choice, check_positive, check_share
+from comlrl_lightning.functional import ImportanceLevel, LossAggregation
+from comlrl_lightning.utilities.checks import check_at_least, check_choice, check_number, check_positive, check_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,9 @@ class PolicySettings:
     clip_epsilon_high: float | None
     importance_level: ImportanceLevel
     entropy_coef: float
+    loss_aggregation: LossAggregation
+    max_new_tokens: int
+    dual_clip: float | None
 
     def __post_init__(self) -> None:
         check_at_least(0.0, reference_kl_coef=self.reference_kl_coef, entropy_coef=self.entropy_coef)
@@ -27,7 +30,12 @@ class PolicySettings:
             raise ValueError(f"clip_epsilon={self.clip_epsilon!r} is out of range. Use a number below 1, such as 0.2.")
         if self.clip_epsilon is None and self.clip_epsilon_high is not None:
             raise ValueError(f"clip_epsilon_high={self.clip_epsilon_high!r} needs clip_epsilon. Give both.")
+        if self.dual_clip is not None:
+            check_number("a number above 1", lambda value: value > 1, dual_clip=self.dual_clip)
+            if self.clip_epsilon is None:
+                raise ValueError(f"dual_clip={self.dual_clip!r} needs clip_epsilon. Give both.")
         check_choice(("token", "sequence"), importance_level=self.importance_level)
+        check_choice(get_args(LossAggregation), loss_aggregation=self.loss_aggregation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,4 +116,6 @@ class OptimizerSteps:
             return False
         for name, norm in norms.items():
             self.metrics.update(group_key(name, "grad_norm"), norm)
+            is_clipped = self.max_grad_norm is not None and norm > self.max_grad_norm
+            self.metrics.update(group_key(name, "clipped_update_share"), float(is_clipped))
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -224,6 +225,38 @@ def test_the_sampler_and_the_update_agree(make: Callable[[], PreTrainedModel]) -
             sampled = torch.tensor(answer.log_probs, dtype=torch.float64)
             ours = scores.log_probs[row, : len(sampled)].detach().double()
             torch.testing.assert_close(ours, sampled, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("settings", [{}, {"min_new_tokens": 3}, {"top_k": 5}, {"temperature": 0.0}])
+def test_transformers_log_probs_are_those_of_the_passes_that_sampled(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The head is larger while tokens are drawn, and only then: what is scored afterwards is another distribution.
+    model = tiny_gpt2(tie_word_embeddings=False)
+    model.generation_config.eos_token_id = list(range(130))
+    team = shared_team(model, noise=0.02)
+    head = model.get_output_embeddings().weight
+    generate = model.generate
+
+    def sharper(*arguments: Any, **keywords: Any) -> Any:
+        head.data *= 1.5
+        try:
+            return generate(*arguments, **keywords)
+        finally:
+            head.data /= 1.5
+
+    monkeypatch.setattr(model, "generate", sharper)
+    sampling = Sampling(**{"max_new_tokens": 6, "temperature": 0.8, "backend": "transformers", **settings})
+    answers = flat(team.generate(requests(PROMPTS), sampling))
+    lengths = [len(one.token_ids) for one in answers]
+    assert min(lengths) == sampling.min_new_tokens + 1
+    temperature = sampling.temperature or 1.0
+    later = team.log_probs(answers, temperature=temperature).log_probs
+    then = team.log_probs(answers, temperature=temperature / 1.5).log_probs
+    for row, answer in enumerate(answers):
+        sampled = torch.tensor(answer.log_probs)
+        torch.testing.assert_close(then[row, : len(sampled)].detach(), sampled, rtol=1e-4, atol=1e-4)
+        assert (later[row, : len(sampled)] - sampled).abs().max() > 1e-3
 
 
 def test_a_changed_adapter_changes_the_text_at_once() -> None:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from comlrl_lightning.types import Completion, Node, Rollouts
 
+MAX_NEW_TOKENS = 4
+"""Token limit of the completions that are compared."""
 Gradients = dict[str, Tensor]
 """Gradient by parameter name; empty for an agent that takes no step."""
 
@@ -37,6 +39,7 @@ class Objective:
     """How far below and above 1 a ratio may push."""
     level: str = "token"
     entropy: float = 0.0
+    aggregation: str = "sum"
 
 
 class Agent:
@@ -201,6 +204,15 @@ def row_loss(
     return -total - bonus
 
 
+def mean_completion_tokens(credited: Sequence[Credited], agent: int) -> float:
+    """Mean tokens of an agent's completions, weighted as their nodes are."""
+    weighted = [
+        (entry.weight * statistics.fmean(len(one.token_ids) for one in entry.node.completions[agent]), entry.weight)
+        for entry in credited
+    ]
+    return sum(tokens for tokens, _ in weighted) / sum(weight for _, weight in weighted)
+
+
 def learn(
     agents: Sequence[Agent],
     buffer: Sequence[Rollouts],
@@ -224,6 +236,7 @@ def learn(
     num_turns = max(entry.node.turn for entry in credited)  # as the objective's, as some branch is always followed
     num_roots = sum(entry.node.turn == 1 for entry in credited)
     mean_weight = num_roots * num_turns / len(credited)
+    mean_tokens = [mean_completion_tokens(credited, agent) for agent in range(len(agents))]
     old: dict[tuple[int, int, int], Tensor] = {}
     if len(batches) > 1:
         for position, entry in enumerate(credited):
@@ -243,6 +256,15 @@ def learn(
                 for k, completion in enumerate(group):
                     scores = agents[agent].scores(completion, objective.temperature)
                     loss = row_loss(*scores, old.get((position, agent, k)), entry.advantages[agent][k], objective)
+                    loss = (
+                        loss
+                        / {
+                            "sum": 1,
+                            "constant": MAX_NEW_TOKENS,
+                            "sequence_mean": len(completion.token_ids),
+                            "token_mean": mean_tokens[agent],
+                        }[objective.aggregation]
+                    )
                     _add_gradients(totals[agent], agents[agent], loss * share / len(group))
         for speaker, total in zip(agents, totals, strict=True):
             for name, gradient in total.items():

@@ -89,6 +89,7 @@ class TestWhoMoves:
         # Equal rewards for the same prompts leave no advantage: what moves the adapter is the value loss alone.
         settings: dict[str, Any] = {
             "reward_func": lambda first, second: [1.0] * len(first),
+            "num_generations": 4,
             "agent_learning_rate": 0.01,
             "critic_learning_rate": 0.1,
         }

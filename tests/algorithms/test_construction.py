@@ -65,6 +65,9 @@ def lone_argument(first: list[str]) -> list[float]:
         ({"clip_epsilon": 1.0}, r"clip_epsilon=1.0 is out of range. Use a number below 1"),
         ({"clip_epsilon": 0.2, "clip_epsilon_high": -0.2}, r"clip_epsilon_high=-0.2 is out of range"),
         ({"clip_epsilon_high": 0.2}, r"clip_epsilon_high=0.2 needs clip_epsilon. Give both"),
+        ({"clip_epsilon": 0.2, "dual_clip": 1.0}, r"dual_clip=1.0 is out of range. Use a number above 1"),
+        ({"dual_clip": 3.0}, r"dual_clip=3.0 needs clip_epsilon. Give both"),
+        ({"loss_aggregation": "mean"}, r"loss_aggregation='mean' is unknown. Use one of 'sum', 'constant', 'sequ"),
         ({"importance_level": "word"}, r"importance_level='word' is unknown. Use one of 'token', 'sequence'"),
         (
             {"advantage_normalization": "turn"},

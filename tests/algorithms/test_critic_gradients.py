@@ -126,7 +126,7 @@ def credit(rollouts: Rollouts, values: dict[Node, float], critic_type: CriticTyp
 
 def normalized(rollouts: Rollouts, node: Node, advantages: dict[Node, float]) -> float:
     same_turn = [advantages[one] for one in rollouts.nodes if one.turn == node.turn]
-    if len(same_turn) < 2:
+    if len(same_turn) < 4:
         return advantages[node]
     return (advantages[node] - statistics.fmean(same_turn)) / (statistics.pstdev(same_turn) + 1e-4)
 

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.critics.critics import CriticTeam
+from comlrl_lightning.functional import LossAggregation
 from comlrl_lightning.learning.actor_critic import ActorCriticLearner, siblings, trajectories
 from comlrl_lightning.learning.minibatches import UpdateStats
 from comlrl_lightning.learning.settings import PolicySettings, ValueSettings
@@ -47,8 +48,14 @@ class PaperCritics:
         return {"critic": {}}
 
 
-def make_learner(critics: PaperCritics, num_agents: int = 1, kl: float = 0.0, **value: Any) -> ActorCriticLearner:
-    policy = PolicySettings(1.0, kl, None, None, "token", 0.0)
+def make_learner(
+    critics: PaperCritics,
+    num_agents: int = 1,
+    kl: float = 0.0,
+    aggregation: LossAggregation = "sum",
+    **value: Any,
+) -> ActorCriticLearner:
+    policy = PolicySettings(1.0, kl, None, None, "token", 0.0, aggregation, 4, None)
     settings = ValueSettings(
         **{
             "critic_type": "v",
@@ -189,23 +196,25 @@ class TestAdvantages:
     def test_and_per_agent(self) -> None:
         # The second agent's rewards are 10 times as large: the same advantages.
         learner = make_learner(PaperCritics(lambda texts: [0.0, 0.0], 2), 2, advantage_normalization="batch")
-        values = advantages(learner, rollout([(1.0, 10.0)], [(3.0, 30.0)], num_agents=2))
-        assert values[0] == pytest.approx([-1.0, -1.0], abs=1e-3)
-        assert values[1] == pytest.approx([1.0, 1.0], abs=1e-3)
+        values = advantages(learner, rollout(*[[(1.0, 10.0)], [(3.0, 30.0)]] * 2, num_agents=2))
+        for low, high in zip(values[::2], values[1::2], strict=True):
+            assert low == pytest.approx([-1.0, -1.0], abs=1e-3)
+            assert high == pytest.approx([1.0, 1.0], abs=1e-3)
 
     def test_scaling_one_agents_rewards_leaves_the_others_advantages(self) -> None:
         def of_second(size: float) -> list[float]:
             learner = make_learner(PaperCritics(lambda texts: [0.5, 0.5], 2), 2, advantage_normalization="batch")
-            collected = rollout([(1.0 * size, 1.0)], [(5.0 * size, 3.0)], [(2.0 * size, 7.0)], num_agents=2)
+            rewards = [[(1.0 * size, 1.0)], [(5.0 * size, 3.0)], [(2.0 * size, 7.0)], [(4.0 * size, 2.0)]]
+            collected = rollout(*rewards, num_agents=2)
             return [row[1] for row in advantages(learner, collected)]
 
         assert of_second(1.0) == of_second(100.0)
 
     def test_the_penalty_comes_after_normalization_and_is_not_centered(self) -> None:
-        # kappa = 1 for the first trajectory, 0 for the other: -1 - .5 and 1.
+        # kappa = 1 for the first trajectory, 0 for the others: -1 - .5 and 1.
         learner = make_learner(PaperCritics(by_turn(0.0), 1), kl=0.5, advantage_normalization="batch")
-        values = advantages(learner, rollout([1.0], [3.0]))
-        assert [row[0] for row in values] == pytest.approx([-1.5, 1.0], abs=1e-3)
+        values = advantages(learner, rollout([1.0], [3.0], [3.0], [1.0]))
+        assert [row[0] for row in values] == pytest.approx([-1.5, 1.0, 1.0, -1.0], abs=1e-3)
         assert critiques(learner.credit(rollout([1.0]), 1.0))[0].targets == (1.0,)
 
 
@@ -240,6 +249,12 @@ class TestValueLoss:
         total, _ = self.loss(critics, rollout([1.0]), 1)
         assert float(total) == pytest.approx(0.6 * 0.25)
         assert float(self.loss(PaperCritics(lambda texts: [0.5], 1), rollout([1.0]), 1)[0]) == pytest.approx(0.25)
+
+    @pytest.mark.parametrize(("shared", "expected"), [(True, 0.6 * 0.25 / 4), (False, 0.25)])
+    def test_a_constant_divides_what_reaches_an_agent(self, shared: bool, expected: float) -> None:
+        critics = PaperCritics(lambda texts: [0.5], 1, shared=shared)
+        total, _ = self.loss(critics, rollout([1.0]), 1, aggregation="constant")
+        assert float(total) == pytest.approx(expected)
 
     def test_values_are_clipped_around_those_of_the_collection(self) -> None:
         # V was 1 and is 1.5, range .2: target 2 -> (1.2 - 2)^2 = .64, target 1 -> .25.

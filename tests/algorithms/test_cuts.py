@@ -66,7 +66,11 @@ def assert_equal(ours: list[list[list[Tensor | None]]], theirs: list[list[list[T
 @pytest.mark.parametrize("micro_batch_tokens", [1, 30, 100])
 def test_micro_batches_do_not_matter(micro_batch_tokens: int) -> None:
     items = EIGHT[:2]
-    settings: dict[str, Any] = {"reference_kl_coef": 0.1, "entropy_coef": 0.01}
+    settings: dict[str, Any] = {
+        "reference_kl_coef": 0.1,
+        "entropy_coef": 0.01,
+        "loss_aggregation": "token_mean",
+    }
     whole = gradients(items, 2, micro_batch_tokens=100_000, **settings)
     assert_equal(gradients(items, 2, micro_batch_tokens=micro_batch_tokens, **settings), whole)
 

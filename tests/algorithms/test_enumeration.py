@@ -129,7 +129,7 @@ def _single(turn: int, path: tuple[int, ...], parent: Any, state: int, pair: tup
 
 
 TEAM: Any = SimpleNamespace(num_agents=AGENTS)
-POLICY_SETTINGS = PolicySettings(1.0, 0.0, None, None, "token", 0.0)
+POLICY_SETTINGS = PolicySettings(1.0, 0.0, None, None, "token", 0.0, "sum", 4, None)
 
 
 TABLE: Any = SimpleNamespace(update=lambda *values: None)

@@ -141,6 +141,21 @@ def test_greedy_evaluation_has_one_answer() -> None:
     assert evaluate(module, data) == evaluate(module, data, seed=3)
 
 
+def test_the_reference_kl_is_taken_at_the_temperature_of_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = make_module(MAGRPO, reference_kl_coef=0.1, eval_sampling=Sampling(max_new_tokens=4, temperature=0.5))
+    module.configure_model()
+    asked: list[tuple[float, bool]] = []
+    score = module.team.log_probs
+
+    def watched(completions: Any, *, temperature: float, reference: bool = False) -> Any:
+        asked.append((temperature, reference))
+        return score(completions, temperature=temperature, reference=reference)
+
+    monkeypatch.setattr(module.team, "log_probs", watched)
+    validated(module, ITEMS[:1])
+    assert asked == [(0.5, False), (0.5, True)]
+
+
 def test_predictions_are_plain_records() -> None:
     module = make_module(MAGRPO, reward_func=by_item, num_turns=2, early_termination_threshold=2.0)
     data = TaskDataModule(LEVELS, eval_dataset=LEVELS, eval_batch_size=4)

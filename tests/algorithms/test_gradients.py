@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 
 from comlrl_lightning.agents.settings import Sampling
 from comlrl_lightning.algorithms import MAGRPO, MAREINFORCE, MARLOO, CooperativeModule, CriticFreeModule, MAReMax
-from tests.algorithms.reference import Agent, Gradients, Objective, learn
+from tests.algorithms.reference import MAX_NEW_TOKENS, Agent, Gradients, Objective, learn
 from tests.algorithms.support import (
     ITEMS,
     LORA,
@@ -87,7 +87,8 @@ def check(
             clip_epsilon_high=None if aim.clip is None else aim.clip[1],
             importance_level=aim.level,
             entropy_coef=aim.entropy,
-            sampling=Sampling(max_new_tokens=4, temperature=aim.temperature),
+            loss_aggregation=aim.aggregation,
+            sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS, temperature=aim.temperature),
             agent_learning_rate=LEARNING_RATE,
             optimizer=RecordingSGD,
             max_grad_norm=None,
@@ -195,6 +196,14 @@ def test_mini_batches_with_penalty_and_entropy(kind: Kind, monkeypatch: pytest.M
         train_batch_size=4,
         monkeypatch=monkeypatch,
     )
+
+
+@pytest.mark.parametrize("aggregation", ["constant", "sequence_mean", "token_mean"])
+def test_aggregations_with_an_entropy_bonus(aggregation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two items and turns, in mini-batches: the mean of the tokens is over the buffer, not over a mini-batch.
+    objective = Objective("others", "batch", clip=(0.2, 0.2), entropy=0.1, aggregation=aggregation)
+    settings: dict[str, Any] = {"num_turns": 2, "train_batch_size": 4, "monkeypatch": monkeypatch}
+    check(MARLOO, objective=objective, items=ITEMS[:2], **settings)
 
 
 def test_entropy_bonus() -> None:

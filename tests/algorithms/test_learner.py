@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, cast
 
@@ -80,6 +82,9 @@ def make_learner(
         "clip_epsilon_high": None,
         "importance_level": "token",
         "entropy_coef": 0.0,
+        "loss_aggregation": "sum",
+        "max_new_tokens": 1,
+        "dual_clip": None,
     }
     table = MetricTable(training_keys(2, team.num_agents, with_kl=True))
     kept = PolicySettings(**{**settings, **policy})
@@ -218,6 +223,23 @@ class TestAdvantages:
         assert logged["turn_1/reference_kl_penalty_mean"] == pytest.approx(0.1)
         assert logged["turn_1/reference_kl_mean"] == pytest.approx((0.004837 + 0.040818) / 2, abs=1e-6)
 
+    @pytest.mark.parametrize(("temperature", "kappa"), [(0.5, 0.2), (1.0, 0.1), (0.0, 0.1)])
+    def test_an_evaluation_has_the_distance_at_its_own_temperature(self, temperature: float, kappa: float) -> None:
+        # Log-probs -1 / T and -1.1 / T: kappa = .1 / T, k3 = exp(-kappa) - 1 + kappa. Greedy answers are scored at 1.
+        class WarmTeam(PaperTeam):
+            def log_probs(
+                self, completions: Sequence[Completion], *, temperature: float, reference: bool = False
+            ) -> TokenScores:
+                scores = super().log_probs(completions, temperature=temperature, reference=reference)
+                return replace(scores, log_probs=scores.log_probs / temperature)
+
+        team = WarmTeam(1, minus_one, lambda text: torch.tensor(-1.1).double())
+        learner = make_learner(team, "group_mean", temperature=1.3, reference_kl_coef=0.5)
+        learner.record_kl(learner.table, [node([["a"]], (0.0,))], temperature)
+        logged = learner.table.pop()
+        assert logged["turn_1/reference_kl_mean"] == pytest.approx(math.exp(-kappa) - 1 + kappa)
+        assert logged["turn_1/reference_kl_penalty_mean"] == pytest.approx(0.5 * kappa)
+
 
 class TestStaleness:
     buffer = tuple(credited(node([["a", "b"]], (0.0, 1.0))))
@@ -262,6 +284,17 @@ class TestStaleness:
         assert logged["agent_0/sampler_gap"] == pytest.approx(0.0)
         assert logged["agent_0/effective_sample_size"] == pytest.approx(1.0)
 
+    def test_the_dual_clip_bounds_what_became_likelier(self) -> None:
+        # A = (-.5, .5), both ratios e = 2.718282. A < 0: bounded at 2, no gradient; A > 0: at 1.2.
+        # Loss of the node: -(-.5 * 2 + .5 * 1.2) / 2 = .2.
+        team = PaperTeam(1, minus_one)
+        learner = make_learner(team, "group_mean", clip_epsilon=0.2, dual_clip=2.0)
+        (entry,) = learner.prepare(self.buffer, 1, stale=True)
+        team.policy = lambda text: torch.tensor(0.0).double()
+        torch.testing.assert_close(learner.loss(entry.rows, stats := UpdateStats(1)), torch.tensor(0.2).double())
+        stats.record(learner.table, 1)
+        assert learner.table.pop()["agent_0/clip_share"] == 1.0
+
 
 class TestCompletionBatches:
     ROWS = tuple(
@@ -282,6 +315,30 @@ class TestCompletionBatches:
         rows = self.ROWS[:2] + self.ROWS[5:]
         assert completion_batches(rows[1:], 60, reads_prompts_once=True) == [[0, 1]]
         assert completion_batches([], 60, reads_prompts_once=True) == []
+
+
+class Counted(tuple[int, ...]):
+    """Tokens of a prompt that count how often something looks at all of them or at their number."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        type(self).looks += 1
+        return super().__hash__()
+
+    def __len__(self) -> int:
+        type(self).looks += 1
+        return super().__len__()
+
+
+@pytest.mark.parametrize("num_rows", [50, 500])
+def test_the_cut_takes_a_fixed_number_of_looks_per_row(num_rows: int) -> None:
+    # All rows fit into one batch: measuring it anew for each of them would take num_rows / 2 looks per row.
+    rows = [Completion(0, "", Counted(range(9)), (1,) * (1 + row % 3), (), "", False) for row in range(num_rows)]
+    Counted.looks = 0
+    (batch,) = completion_batches(rows, 10**6, reads_prompts_once=True)
+    assert sorted(batch) == list(range(num_rows))
+    assert Counted.looks <= 10 * num_rows
 
 
 class TestMicroBatches:

@@ -338,6 +338,19 @@ def test_the_last_token_counts() -> None:
     assert stats.margins.tolist() == pytest.approx([expected, 0.0], abs=1e-5)
 
 
+def test_the_anchor_is_the_mean_log_probability_of_the_winners() -> None:
+    # Equal sides have the margin 0: log 2 by itself, and minus half of what two tokens are worth, for both agents.
+    module = trained_a_little(tiny_module(nll_coef=0.5))
+    assert isinstance(module, MADPO)
+    pair = made_pair([(80, 257), (90,)], [(80, 257), (90,)])
+    agents = reference_agents(module, "shared")
+    with torch.no_grad():
+        worth = [float(agent.scores(one, 1.0)[0].mean()) for agent, one in zip(agents, pair.winner, strict=True)]
+        (loss,) = module.preference_learner.losses([pair], module.preference_learner.new_stats())
+    assert abs(sum(worth)) > 0.1
+    assert float(loss) == pytest.approx(math.log(2) - 0.5 * sum(worth), abs=1e-5)
+
+
 def test_what_nobody_sampled_has_no_drift() -> None:
     module = trained_a_little(tiny_module())
     assert isinstance(module, MADPO)
@@ -348,4 +361,27 @@ def test_what_nobody_sampled_has_no_drift() -> None:
     assert stats.drift[:, 1].tolist() == [0.0, 1.0]
     with torch.no_grad():
         now = float(reference_agents(module, "shared")[1].scores(known, 1.0)[0].sum())
-    assert float(stats.drift[1, 0]) == pytest.approx(now + 2.0, abs=1e-5)
+    assert float(stats.drift[1, 0]) == pytest.approx(abs(now + 2.0), abs=1e-5)
+
+
+def test_drifts_of_either_sign_add_up_and_both_sides_are_logged() -> None:
+    # What was sampled at one nat less and at three nats more than now: the mean change is 2, and not -1.
+    module = trained_a_little(tiny_module())
+    assert isinstance(module, MADPO)
+    agent = reference_agents(module, "shared")[0]
+    pair = made_pair([(80, 257), (90,)], [(80, 100), (90, 257)])
+    with torch.no_grad():
+        now = [float(agent.scores(side[0], 1.0)[0].sum()) for side in (pair.winner, pair.loser)]
+    winner, loser = (
+        replace(side[0], log_probs=(log_prob + moved, 0.0))
+        for side, log_prob, moved in zip((pair.winner, pair.loser), now, (-1.0, 3.0), strict=True)
+    )
+    known = replace(pair, winner=(winner, pair.winner[1]), loser=(loser, pair.loser[1]))
+    stats = module.preference_learner.new_stats()
+    list(module.preference_learner.losses([known], stats))
+    stats.record(module.training_metrics, 1)
+    logged = module.training_metrics.pop()
+    assert logged["agent_0/log_prob_drift"] == pytest.approx(2.0, abs=1e-5)
+    assert logged["agent_0/chosen_log_prob"] == pytest.approx(now[0], abs=1e-5)
+    assert logged["agent_0/rejected_log_prob"] == pytest.approx(now[1], abs=1e-5)
+    assert logged["agent_0/margin"] == pytest.approx(now[0] - now[1], abs=1e-5)

@@ -13,6 +13,7 @@ from comlrl_lightning.algorithms import MADPO, PreferenceModule
 from comlrl_lightning.callbacks import EvalInterval, RolloutMetrics
 from comlrl_lightning.data.datamodule import TaskDataModule
 from comlrl_lightning.evaluation import evaluate
+from comlrl_lightning.metrics import DIRECT_METRICS, NORM_METRICS
 from comlrl_lightning.preferences.comparators import CurrentPolicy, FrozenCopy, HistoryPolicy
 from comlrl_lightning.rewards import WeightedRewards
 from tests.algorithms.preferences import MAKERS, AtEnds, Rows, direct, indirect, run, same, trained
@@ -115,7 +116,7 @@ class TestLogs:
             "preference/loss",
             "preference/accuracy",
             "nonfinite_updates",
-            *(f"agent_{agent}/{name}" for agent in (0, 1) for name in ("margin", "log_prob_drift", "grad_norm")),
+            *(f"agent_{agent}/{name}" for agent in (0, 1) for name in (*DIRECT_METRICS, *NORM_METRICS)),
         }
         collected = COLLECTED | {"preference/comparator_reward_mean"}
         assert [row.keys() - COUNTERS for row in rows[:4]] == [collected] * 4
@@ -125,7 +126,7 @@ class TestLogs:
     def test_what_each_phase_of_marlhf_logs(self, policy: Any) -> None:
         rows = run(indirect(policy=policy)).training
         assert [row.keys() - COUNTERS for row in rows[:4]] == [COLLECTED] * 4
-        fitted = {*(f"reward_model/{name}" for name in ("loss", "accuracy", "grad_norm")), "nonfinite_updates"}
+        fitted = {*(f"reward_model/{name}" for name in ("loss", "accuracy", *NORM_METRICS)), "nonfinite_updates"}
         learned = [row.keys() - COUNTERS for row in rows if "learned/turn_1/reward_mean" in row]
         middle = [row.keys() - COUNTERS for row in rows[4 : -len(learned)]]
         assert {frozenset(row) for row in middle} == {frozenset(fitted), frozenset({*fitted, HELD_OUT})}

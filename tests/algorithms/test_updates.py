@@ -293,6 +293,14 @@ class TestSteps:
             total = torch.stack([gradient.norm() for gradient in group if gradient is not None]).norm()
             torch.testing.assert_close(float(total), norm, rtol=1e-3, atol=0.0)
             assert trainer.callback_metrics[f"agent_{agent}/grad_norm"] > 0.1  # as it was before
+            assert trainer.callback_metrics[f"agent_{agent}/clipped_update_share"] == 1.0
+
+    @pytest.mark.parametrize("limit", [1e6, None])
+    def test_norms_below_the_limit_are_not_clipped(self, limit: float | None) -> None:
+        trainer = fit(make_module(MAGRPO, max_grad_norm=limit))
+        for agent in (0, 1):
+            assert trainer.callback_metrics[f"agent_{agent}/grad_norm"] > 0.1
+            assert trainer.callback_metrics[f"agent_{agent}/clipped_update_share"] == 0.0
 
     def test_groups_are_named(self) -> None:
         trainer = fit(make_module(MAGRPO))

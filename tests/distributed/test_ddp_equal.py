@@ -75,7 +75,16 @@ def test_the_same_tokens(algorithm: type[CooperativeModule]) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [
-        (MAGRPO, {**STALE, "reference_kl_coef": 0.1, "entropy_coef": 0.01, "advantage_normalization": "batch"}),
+        (
+            MAGRPO,
+            {
+                **STALE,
+                "reference_kl_coef": 0.1,
+                "entropy_coef": 0.01,
+                "advantage_normalization": "batch",
+                "loss_aggregation": "token_mean",
+            },
+        ),
         (IAC, {"num_turns": 2, "critic": ValueHead(), "num_inner_epochs": 2, "clip_epsilon": 0.2}),
         (MAAC, {"num_turns": 2, "critic_type": "q", "reference_kl_coef": 0.1, "advantage_normalization": "batch"}),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -9,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from comlrl_lightning.functional import ImportanceLevel, PolicyLoss, policy_loss
+from comlrl_lightning.functional import (
+    ImportanceLevel,
+    LossAggregation,
+    PolicyLoss,
+    leave_one_out,
+    policy_loss,
+    token_divisors,
+)
 
 OLD = [[-1.0, -2.0]]
 NEW = [[-0.7, -2.1]]  # log ratios .3 and -.1: ratios 1.349859 and .904837
@@ -77,6 +85,35 @@ def test_the_clip_stops_tokens_one_by_one(
     assert result.loss.item() == pytest.approx(loss, abs=1e-6)
     torch.testing.assert_close(actual, doubles(list(gradient)), atol=1e-6, rtol=0)
     assert (result.num_clipped.tolist(), result.num_tokens.tolist()) == ([clipped], [2])
+
+
+# Ratios 1.349859 and .904837 once more. c = 1.2, A = -1: max(-1.349859, -1.2) = -1.2 without gradient, the other as it
+# is: 1.2 + .904837 = 2.104837. c = 1.4 is not reached. A = 1 knows no second clip: -(1.2 + .904837) by eps .2. With
+# eps .05 the second token stops, too: 1.2 + .95 = 2.15.
+DUAL_CLIPS = [
+    (-1.0, 0.2, 1.2, 2.104837, (0.0, 0.904837), 1),
+    (-1.0, 0.2, 1.4, 2.254696, (1.349859, 0.904837), 0),
+    (1.0, 0.2, 1.1, -2.104837, (0.0, -0.904837), 1),
+    (-1.0, 0.05, 1.2, 2.15, (0.0, 0.0), 2),
+    (-1.0, None, 1.2, 2.104837, (0.0, 0.904837), 1),
+]
+
+
+@pytest.mark.parametrize(("advantage", "epsilon", "dual", "loss", "gradient", "clipped"), DUAL_CLIPS)
+def test_the_second_clip_bounds_negative_advantages(
+    advantage: float, epsilon: float | None, dual: float, loss: float, gradient: tuple[float, ...], clipped: int
+) -> None:
+    result, actual = loss_and_gradient(NEW, advantage, OLD, clip_epsilon=epsilon, dual_clip=dual)
+    assert result.loss.item() == pytest.approx(loss, abs=1e-6)
+    torch.testing.assert_close(actual, doubles(list(gradient)), atol=1e-6, rtol=0)
+    assert result.num_clipped.tolist() == [clipped]
+
+
+def test_a_dual_clip_out_of_place_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^dual_clip=1.0 is out of range"):
+        loss_and_gradient(NEW, 1.0, OLD, dual_clip=1.0)
+    with pytest.raises(ValueError, match=r"^dual_clip=3.0 has no ratio to clip. Pass old_log_probs.$"):
+        loss_and_gradient(NEW, 1.0, None, dual_clip=3.0)
 
 
 # The mean of (.3, -.1) is .1: ratio 1.105171, times two tokens 2.210342; each token's gradient is the ratio.
@@ -244,3 +281,61 @@ def test_an_unknown_importance_level_is_refused(old: list[list[float]] | None) -
     message = r"^importance_level='word' is unknown\. Use 'token' or 'sequence'\.$"
     with pytest.raises(ValueError, match=message):
         loss_and_gradient(NEW, 1.0, old, importance_level="word")
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("sum", [1.0, 1.0, 1.0]),
+        ("constant", [4.0, 4.0, 4.0]),
+        ("sequence_mean", [1.0, 3.0, 1.0]),  # a completion without tokens has nothing to divide
+        ("token_mean", [2.5, 2.5, 2.5]),
+    ],
+)
+def test_divisors(aggregation: LossAggregation, expected: list[float]) -> None:
+    divisors = token_divisors(torch.tensor([1.0, 3.0, 0.0]), aggregation, max_tokens=4, mean_tokens=2.5)
+    assert divisors.tolist() == expected
+
+
+def test_an_unknown_aggregation_is_refused() -> None:
+    message = r"^loss_aggregation='mean' is unknown\. Use 'sum', 'constant', 'sequence_mean' or 'token_mean'\.$"
+    with pytest.raises(ValueError, match=message):
+        token_divisors(torch.ones(1), "mean", max_tokens=1, mean_tokens=1.0)  # type: ignore[arg-type]
+
+
+# One token ("s", return 1) or three ("l", return 2), the first of them with probability p = .5, the others certain. The
+# gradient to the logit of "s" is p (1 - p) (1 - 2) = -.25. One completion, no baseline: "constant" 4 divides by 4;
+# "sequence_mean" .25 (1 / 1 - 2 / 3) = .083333; "token_mean" of one completion is the same. Two completions against
+# each other (A = 0 for "ss" and "ll", A = -1, 1 for "sl"): mean(-1 * .5, 1 * -.5) = -.5 in half of the cases, so "sum"
+# is -.25 again; "token_mean" divides by 2: -.125; "sequence_mean": mean(-.5, -.5 / 3) / 2 = -.166667.
+BIASES = [
+    (1, "sum", -0.25),
+    (1, "constant", -0.0625),
+    (1, "sequence_mean", 1 / 12),
+    (1, "token_mean", 1 / 12),
+    (2, "sum", -0.25),
+    (2, "constant", -0.0625),
+    (2, "sequence_mean", -1 / 6),
+    (2, "token_mean", -0.125),
+]
+
+
+@pytest.mark.parametrize(("num_completions", "aggregation", "expected"), BIASES)
+def test_the_bias_of_each_aggregation(num_completions: int, aggregation: LossAggregation, expected: float) -> None:
+    logit = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    first = {"s": torch.nn.functional.logsigmoid(logit), "l": torch.nn.functional.logsigmoid(-logit)}
+    certain = torch.zeros((), dtype=torch.float64)
+    rows = {name: torch.stack((log_prob, certain, certain)) for name, log_prob in first.items()}
+    lengths, returns = {"s": 1.0, "l": 3.0}, {"s": 1.0, "l": 2.0}
+    total = torch.zeros((), dtype=torch.float64)
+    for drawn in itertools.product("sl", repeat=num_completions):
+        sizes = torch.tensor([lengths[one] for one in drawn], dtype=torch.float64)
+        advantages = torch.tensor([returns[one] for one in drawn], dtype=torch.float64)
+        if num_completions > 1:
+            advantages = advantages - leave_one_out(advantages)
+        mask = torch.arange(3) < sizes[:, None]
+        losses = policy_loss(torch.stack([rows[one] for one in drawn]), advantages, mask).loss
+        divisors = token_divisors(sizes, aggregation, max_tokens=4, mean_tokens=float(sizes.mean()))
+        total = total - (losses / divisors).mean() / 2**num_completions
+    (gradient,) = torch.autograd.grad(total, logit)
+    assert gradient.item() == pytest.approx(expected)

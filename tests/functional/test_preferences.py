@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +22,11 @@ def sigmoid(value: float) -> float:
 
 
 def joint_loss(
-    margins: Sequence[float], beta: float = 0.1, reference: Sequence[float] | None = None
+    margins: Sequence[float], beta: float = 0.1, reference: Sequence[float] | None = None, **settings: Any
 ) -> tuple[float, list[float]]:
     """Loss of one pair, and its gradient with respect to each agent's margin."""
     leaf = doubles([margins]).requires_grad_()
-    (loss,) = joint_preference_loss(leaf, beta, None if reference is None else doubles([reference]))
+    (loss,) = joint_preference_loss(leaf, beta, None if reference is None else doubles([reference]), **settings)
     (gradient,) = torch.autograd.grad(loss, leaf)
     return loss.item(), gradient[0].tolist()
 
@@ -61,6 +62,34 @@ def test_closed_form_of_the_gradient(margins: list[float], with_reference: bool)
     loss, gradient = joint_loss(margins, 0.5, reference)
     assert loss == pytest.approx(-math.log(sigmoid(0.5 * total)))
     assert gradient == pytest.approx([-0.5 * sigmoid(-0.5 * total)] * len(margins))
+
+
+def test_label_smoothing() -> None:
+    # h = .1 * 1: .9 * .644397 + .1 * .744397 = .654397; -.1 * (.9 * .475021 - .1 * .524979) = -.0375021.
+    loss, gradient = joint_loss([2.0, -1.0], label_smoothing=0.1)
+    assert loss == pytest.approx(0.654397, abs=1e-6)
+    assert gradient == pytest.approx([-0.0375021, -0.0375021], abs=1e-7)
+
+
+def test_ipo_stops_at_its_target() -> None:
+    # beta .1: the target is 5. Sum 1: (1 - 5)^2 = 16, gradient 2 * (1 - 5) = -8. Sum 7 - 1 = 6, back again: 1, 2.
+    loss, gradient = joint_loss([2.0, -1.0], loss_type="ipo")
+    assert [loss, *gradient] == pytest.approx([16.0, -8.0, -8.0])
+    loss, gradient = joint_loss([9.0, -2.0], reference=[1.5, -0.5], loss_type="ipo")
+    assert [loss, *gradient] == pytest.approx([1.0, 2.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss_type": "hinge"}, r"^loss_type='hinge' is unknown. Use 'sigmoid' or 'ipo'.$"),
+        ({"label_smoothing": 0.5}, r"^label_smoothing=0.5 is out of range. Use a number from 0 to below 0.5.$"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, r"^label_smoothing=0.1 has no meaning with loss_type='ipo'."),
+    ],
+)
+def test_forms_that_do_not_exist_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        joint_loss([2.0, -1.0], **settings)
 
 
 def test_the_reference_gets_no_gradient() -> None:

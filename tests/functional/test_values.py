@@ -82,15 +82,16 @@ def test_moments_add_over_ranks() -> None:
         torch.testing.assert_close(center_and_scale(rank, moments), values, atol=1e-5, rtol=0)
 
 
-def test_a_single_advantage_stays() -> None:
-    assert center_and_scale(wide(3.0), advantage_moments(wide(3.0))).tolist() == [3.0]
-    assert center_and_scale(wide(), advantage_moments(wide())).tolist() == []
-    # Alone on this rank, but not over all: -1/(1 + 1e-4).
-    moments = advantage_moments(wide(3.0)) + advantage_moments(wide(5.0))
+def test_a_few_advantages_stay() -> None:
+    # Scaled, a gap of .001 would be as large as one of 1: -1 and 1.
+    for few in (wide(), wide(3.0), wide(0.5, 0.501), wide(0.0, 1.0), wide(1.0, 2.0, 6.0)):
+        assert center_and_scale(few, advantage_moments(few)).tolist() == few.tolist()
+    # One on this rank, but four over all: -1/(1 + 1e-4).
+    moments = advantage_moments(wide(3.0)) + advantage_moments(wide(3.0, 5.0, 5.0))
     torch.testing.assert_close(center_and_scale(wide(3.0), moments), wide(-1.0 / 1.0001))
 
 
-@pytest.mark.parametrize(("number", "count"), [(0.35, 7), (0.7, 1000), (-123.456, 13), (0.0, 2)])
+@pytest.mark.parametrize(("number", "count"), [(0.35, 7), (0.7, 1000), (-123.456, 13), (0.0, 4)])
 def test_equal_advantages_give_exact_zeros(number: float, count: int) -> None:
     advantages = torch.full((count,), number, dtype=torch.float64)
     assert not center_and_scale(advantages, advantage_moments(advantages)).any()
@@ -98,13 +99,13 @@ def test_equal_advantages_give_exact_zeros(number: float, count: int) -> None:
 
 def test_a_small_spread_around_a_large_mean_is_no_rounding() -> None:
     # Deviation 1e-3 around 100, a relative spread of 1e-5: (-1e-3, 1e-3) / 1.1e-3.
-    advantages = wide(99.999, 100.001)
+    advantages = wide(99.999, 100.001, 99.999, 100.001)
     scaled = center_and_scale(advantages, advantage_moments(advantages))
-    torch.testing.assert_close(scaled, wide(-1 / 1.1, 1 / 1.1), atol=1e-4, rtol=0)
+    torch.testing.assert_close(scaled, wide(-1 / 1.1, 1 / 1.1, -1 / 1.1, 1 / 1.1), atol=1e-4, rtol=0)
 
 
 def test_centering_keeps_the_number_format() -> None:
-    advantages = torch.tensor([1.0, 2.0])
+    advantages = torch.tensor([1.0, 2.0, 3.0, 4.0])
     assert center_and_scale(advantages, advantage_moments(advantages)).dtype == torch.float32
 
 

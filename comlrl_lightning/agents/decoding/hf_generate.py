@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +14,7 @@ from comlrl_lightning.agents.decoding.native import Row, left_pad
 from comlrl_lightning.agents.decoding.tokens import StopStrings
 from comlrl_lightning.agents.engine import GenerationProgress, Sampled
 from comlrl_lightning.agents.language_model import LanguageModel
-from comlrl_lightning.agents.log_probs import score
 from comlrl_lightning.agents.settings import Sampling
-from comlrl_lightning.types import Completion
 from comlrl_lightning.utilities.rng import key_digest, seeded
 
 
@@ -25,37 +24,31 @@ def generate_with_transformers(
     """Like `generation.generate`, by transformers' own loop.
 
     All rows draw from one random stream, seeded by their keys together: a row's tokens depend on its batch. The global
-    random state comes back afterwards. Log-probabilities are scored after sampling.
+    random state comes back afterwards. Log-probabilities are those of the passes that sampled.
     """
-    from transformers import StoppingCriteriaList
+    from transformers import LogitsProcessorList, StoppingCriteriaList
 
     agents = sorted({row.agent for row in rows})
     ids, _, mask = left_pad([row.prompt_ids for row in rows], model.device)
-    watch = _Watch(StopStrings(sampling.stop, model.tokenizer), ids.shape[1], model.end_ids, len(rows), progress)
+    drawn = _Drawn(sampling, model.end_ids)
+    watch = _Watch(StopStrings(sampling.stop, model.tokenizer), ids.shape[1], model.end_ids, len(rows), drawn, progress)
     with (
         seeded(key_digest([key_digest(row.key) for row in rows]) % 2**63, model.device),
         _own_settings(model, sampling),
         model.acting_as(agents, [sum(row.agent == agent for row in rows) for agent in agents]),
     ):
         sequences = model.causal.generate(
-            input_ids=ids, attention_mask=mask.long(), stopping_criteria=StoppingCriteriaList([watch])
+            input_ids=ids,
+            attention_mask=mask.long(),
+            logits_processor=LogitsProcessorList([drawn]),
+            stopping_criteria=StoppingCriteriaList([watch]),
         )
     tails = sequences[:, ids.shape[1] :].tolist()
-    answers = [tokens[: watch.length(tokens, index)] for index, tokens in enumerate(tails)]
-    return _scored(model, rows, answers, sampling.temperature or 1.0)
-
-
-def _scored(
-    model: LanguageModel, rows: Sequence[Row], answers: Sequence[list[int]], temperature: float
-) -> list[Sampled]:
-    completions = [
-        Completion(row.agent, "", row.prompt_ids, tuple(answer), (), "", False)
-        for row, answer in zip(rows, answers, strict=True)
-    ]
-    log_probs, _ = score(model, completions, temperature)
-    parts = torch.split(log_probs, [len(answer) for answer in answers])
+    log_probs = torch.stack(drawn.log_probs, dim=1).tolist()
+    lengths = [watch.length(tokens, index) for index, tokens in enumerate(tails)]
     return [
-        Sampled(completion.token_ids, tuple(part.tolist())) for completion, part in zip(completions, parts, strict=True)
+        Sampled(tuple(tokens[:length]), tuple(values[:length]))
+        for tokens, values, length in zip(tails, log_probs, lengths, strict=True)
     ]
 
 
@@ -68,7 +61,6 @@ def _own_settings(model: LanguageModel, sampling: Sampling) -> Iterator[None]:
     pad = model.tokenizer.pad_token_id
     model.causal.generation_config = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
-        min_new_tokens=sampling.min_new_tokens,
         do_sample=sampling.temperature > 0,
         temperature=sampling.temperature or 1.0,
         top_p=sampling.top_p,
@@ -86,18 +78,48 @@ def _own_settings(model: LanguageModel, sampling: Sampling) -> Iterator[None]:
         model.causal.generation_config = former
 
 
+class _Drawn:
+    """Processor of logits that keeps what the tokens are worth in the full distribution, and bans an early end."""
+
+    def __init__(self, sampling: Sampling, ends: Collection[int]) -> None:
+        self.temperature = sampling.temperature or 1.0
+        self.min_new_tokens, self.ends = sampling.min_new_tokens, list(ends)
+        self.log_probs: list[Tensor] = []
+        """Per step, `[R]` log-probabilities of the drawn tokens."""
+        self._all = torch.empty(0)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """`[R, V]` logits to draw from."""
+        self._all = (scores / self.temperature).log_softmax(-1)
+        if len(self.log_probs) < self.min_new_tokens:
+            scores = scores.index_fill(1, torch.tensor(self.ends, dtype=torch.long, device=scores.device), -math.inf)
+        return scores
+
+    def keep(self, tokens: Tensor) -> None:
+        """Note the `[R]` tokens that were drawn."""
+        self.log_probs.append(self._all.gather(1, tokens.unsqueeze(1)).squeeze(1))
+
+
 class _Watch:
     """Stopping criterion: stop strings, and who is still running."""
 
     def __init__(
-        self, stop: StopStrings, start: int, ends: Sequence[int], num_rows: int, progress: GenerationProgress | None
+        self,
+        stop: StopStrings,
+        start: int,
+        ends: Collection[int],
+        num_rows: int,
+        drawn: _Drawn,
+        progress: GenerationProgress | None,
     ) -> None:
         self.stop, self.start, self.ends, self.progress = stop, start, frozenset(ends), progress
+        self.drawn = drawn
         self.lengths: dict[int, int] = {}
         self.num_rows = num_rows
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """`[R]` True for rows that are finished."""
+        self.drawn.keep(input_ids[:, -1])
         for index, tokens in enumerate(input_ids[:, self.start :].tolist()):
             if index not in self.lengths and (tokens[-1] in self.ends or self._stopped(tokens)):
                 self.lengths[index] = len(tokens)
