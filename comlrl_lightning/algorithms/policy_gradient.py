@@ -56,7 +56,7 @@ class BufferedPolicyModule(CooperativeModule):
     likelier since it was sampled cannot dominate a step. None: no such limit."""
     importance_level: Literal["token", "sequence"] = "token"
     """One importance ratio per ``"token"`` or per ``"sequence"``."""
-    loss_aggregation: Literal["sum", "constant", "sequence_mean", "token_mean"] = "sum"
+    loss_aggregation: Literal["sum", "constant", "sequence_mean", "token_mean"] = "constant"
     """What the loss of a completion, a sum over its tokens, is divided by: nothing (``"sum"``), the largest number of
     tokens ``sampling.max_new_tokens`` (``"constant"``, Dr. GRPO: the same gradient, smaller), its own number of tokens
     (``"sequence_mean"``, GRPO: biased by length), or the mean number of tokens per completion of the agent in the

@@ -38,6 +38,8 @@ from tests.tiny_lm import tiny_tokenizer
 CriticType = Literal["v", "q"]
 Kind = Literal["shared head", "own critics", "central critic"]
 DISCOUNT, LAMBDA, COEFFICIENT = 0.9, 0.5, 0.6
+MAX_NEW_TOKENS = 4
+"""Of `make_module`: what divides the sum over a completion's tokens."""
 
 
 def reward(*completions: list[str], turn: int) -> list[float]:
@@ -144,11 +146,12 @@ def expected_loss(plain: Speakers, rollouts: Rollouts) -> Tensor:
         speaker = Agent(plain.network, f"agent_{agent}")
         for node in rollouts.nodes:
             log_probs, _ = speaker.scores(node.completions[agent][0], 1.0)
-            total = total - normalized(rollouts, node, advantages) * log_probs.sum() / len(rollouts.nodes)
+            mean = log_probs.sum() / MAX_NEW_TOKENS
+            total = total - normalized(rollouts, node, advantages) * mean / len(rollouts.nodes)
             if plain.joint and agent:
                 continue
             error = plain.value(node.joint_completion(0), critic) - credited[node][1]
-            total = total + (COEFFICIENT if shared else 1.0) * error.square() / len(rollouts.nodes)
+            total = total + (COEFFICIENT / MAX_NEW_TOKENS if shared else 1.0) * error.square() / len(rollouts.nodes)
     return total
 
 

@@ -147,6 +147,8 @@ DEFAULTS: dict[str, Any] = {
 }
 PREFERENCES: dict[str, Any] = {"num_candidates": 4}
 TWO_TURNS: dict[str, Any] = {"num_turns": 2, "external_transition": echo}
+OLD: dict[str, Any] = {"loss_aggregation": "sum"}
+"""What the checkpoints of the former version were trained with."""
 REWARD_MODEL = JointRewardModel(AdapterCritic(LORA, hidden_size=8), learning_rate=0.05, held_out_share=0.4)
 CRITIC = AdapterCritic(LORA)
 PARTS = WeightedRewards({"any": reward, "length": length_reward}, {"any": 1.0, "length": 0.5})
@@ -178,7 +180,7 @@ CASES: dict[str, Case] = {
     ),
     "magrpo_cross": Case(MAGRPO, {"joint_mode": "cross"}),
     "magrpo_two_turns": Case(
-        MAGRPO, {"rollout_buffer_size": 5, "logging_steps": 7, **TWO_TURNS}, num_items=4, num_epochs=2, stop=3
+        MAGRPO, {"rollout_buffer_size": 5, "logging_steps": 7, **OLD, **TWO_TURNS}, num_items=4, num_epochs=2, stop=3
     ),
     "magrpo_kl": Case(MAGRPO, {"reference_kl_coef": 0.2}, evaluates=True),
     "magrpo_clip": Case(
@@ -211,7 +213,7 @@ CASES: dict[str, Case] = {
     "magrpo_parts": Case(MAGRPO, {"reward_func": PARTS, "reward_processor": abs}),
     "iac_two_turns": Case(
         IAC,
-        critic(gae_lambda=0.5, value_clip_range=0.2, discount=0.9, rollout_buffer_size=5, **TWO_TURNS),
+        critic(gae_lambda=0.5, value_clip_range=0.2, discount=0.9, rollout_buffer_size=5, **OLD, **TWO_TURNS),
         num_items=5,
         stop=2,
     ),
