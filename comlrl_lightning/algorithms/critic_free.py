@@ -48,7 +48,9 @@ class MAGRPO(CriticFreeModule):
 class MARLOO(CriticFreeModule):
     """Multi-Agent RLOO: returns minus the mean of the other K-1 returns of their group.
 
-    Without normalization this is K/(K-1) times MAGRPO, hence unbiased (https://arxiv.org/abs/2402.14740).
+    Without normalization (``advantage_normalization=False``) this is K/(K-1) times MAGRPO, hence unbiased
+    (https://arxiv.org/abs/2402.14740). The default divides by the standard deviation of the group, which weighs items
+    with little spread more (Dr. GRPO, https://arxiv.org/abs/2503.20783).
     """
 
     @override

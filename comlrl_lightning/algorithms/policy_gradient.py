@@ -215,7 +215,8 @@ class PolicyGradientModule(BufferedPolicyModule):
     num_turns: int = 1
     """T, the largest number of turns per task item."""
     discount: float = 1.0
-    """Factor per turn of later rewards in a return, from 0 to 1."""
+    """Factor per turn of later rewards in a return, from 0 to 1. Below 1 the score of turn t lacks the factor
+    ``discount^(t-1)`` of the exact gradient, as is usual (https://arxiv.org/abs/1906.07073)."""
     early_termination_threshold: float | None = None
     """A joint completion whose processed reward exceeds it is not continued, in training and in evaluation. Stopping
     means reward 0 ever after: with positive rewards it punishes the better branch. None: never."""
