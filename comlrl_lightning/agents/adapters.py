@@ -21,9 +21,10 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comlrl_lightning.agents.attention import HALF
 from comlrl_lightning.utilities.quiet import without_noise
 
+HALF = (torch.float16, torch.bfloat16)
+"""Formats in which adapters and heads are not trained."""
 FEW_ROWS = 16
 """Rows up to which small products in half precision are slower than in float32, as measured on a CPU."""
 REFERENCE = "_reference"

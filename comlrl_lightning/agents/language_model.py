@@ -15,8 +15,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from comlrl_lightning.agents.adapters import REFERENCE, Adapters, Grouping
-from comlrl_lightning.agents.attention import HALF, use_quick_attention
+from comlrl_lightning.agents.adapters import HALF, REFERENCE, Adapters, Grouping
 from comlrl_lightning.agents.fingerprints import base_parameters, weights_sample
 from comlrl_lightning.agents.kv_cache import RoomyLayer, fixed_rotations, new_cache, rotation_is_fixed, sees_everything
 from comlrl_lightning.agents.modes import in_evaluation_mode, switch_off_dropout
@@ -71,7 +70,6 @@ class LanguageModel(nn.Module):
         checkpointed = [one for one in self.causal.modules() if vars(one).get("gradient_checkpointing")]
         for module in checkpointed:
             vars(module)["gradient_checkpointing"] = False
-        use_quick_attention(self.causal)
         self._keep_adapters_in_float32()
         accepted = inspect.signature(self.causal.base_model.forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"

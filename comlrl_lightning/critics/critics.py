@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comlrl_lightning.agents.adapter_folders import save_adapters
-from comlrl_lightning.agents.attention import HALF
+from comlrl_lightning.agents.adapters import HALF
 from comlrl_lightning.agents.language_model import LanguageModel, adapter_name
 from comlrl_lightning.agents.threads import run_together
 from comlrl_lightning.critics.inputs import CriticReader
