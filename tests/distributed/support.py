@@ -107,7 +107,9 @@ class Run:
             "seed": 1,
             **self.settings,
         }
-        if settings.get("num_turns", 1) > 1:
+        if "environment" in settings:
+            settings["reward_func"] = None
+        elif settings.get("num_turns", 1) > 1:
             settings["external_transition"] = echo
         agents = settings.pop("agents", None)
         torch.set_default_dtype(self.dtype)  # of the heads of critics

@@ -26,6 +26,25 @@ STALE: dict[str, Any] = {"num_turns": 2, "num_generations": 2, "num_inner_epochs
 """Two optimizer steps per update, on all nodes at once, the second with ratios other than 1."""
 
 
+class Relay:
+    """Agents act in turn, sometimes both; the length of an episode hangs on what they write."""
+
+    def reset(self, item: dict[str, Any], seed: int) -> dict[int, str]:
+        self.turn = 0
+        return {0: item["prompt"]}
+
+    def step(self, completions: dict[int, str]) -> tuple[dict[int, str], float, bool]:
+        self.turn += 1
+        said = " ".join(completions[agent] for agent in sorted(completions))
+        score = sum(said.encode()) % 7
+        prompts = {self.turn % 2: f"so {said}", **({0: said, 1: said} if score == 2 else {})}
+        return prompts, score / 3, score in (1, 4)
+
+
+STOPS: dict[str, Any] = {"num_turns": 2, "early_termination_threshold": 1.0, "advantage_normalization": False}
+EPISODES: dict[str, Any] = {"environment": Relay, "num_turns": 4, "num_generations": 2}
+
+
 def assert_equal(ours: Gradients, theirs: Gradients) -> None:
     assert len(ours) == len(theirs) > 0
     for step, other in zip(ours, theirs, strict=True):
@@ -85,6 +104,9 @@ def test_the_same_tokens(algorithm: type[CooperativeModule]) -> None:
                 "loss_aggregation": "token_mean",
             },
         ),
+        (MAGRPO, {**STOPS, "num_generations": 2}),
+        (MAGRPO, EPISODES),
+        (IAC, {**EPISODES, "gae_lambda": 0.5}),
         (IAC, {"num_turns": 2, "critic": ValueHead(), "num_inner_epochs": 2, "clip_epsilon": 0.2}),
         (MAAC, {"num_turns": 2, "critic_type": "q", "reference_kl_coef": 0.1, "advantage_normalization": "batch"}),
     ],
