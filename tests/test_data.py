@@ -240,6 +240,11 @@ class TestRanks:
         assert [batch.indices for batch in data.val_dataloader()] == [[1], []]  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_can_be_printed(kind: Kind) -> None:
+    assert str(TaskDataModule(dataset(3, kind))).startswith("<comlrl_lightning.data.datamodule.TaskDataModule")
+
+
 def test_shuffle_is_true_or_false() -> None:
     with pytest.raises(ValueError, match=r"shuffle='no' is neither True nor False"):
         TaskDataModule(rows(1), shuffle="no")  # type: ignore[arg-type]

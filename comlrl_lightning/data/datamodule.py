@@ -256,6 +256,9 @@ class TaskDataModule(LightningDataModule, KnownKeywords):
         """Whether there is an evaluation split."""
         return "eval_dataset" in self._sources
 
+    def __str__(self) -> str:
+        return repr(self)  # Lightning's text is about loaders of torch
+
     @override
     def prepare_data(self) -> None:
         """Load the splits, so that one process per machine downloads them."""
