@@ -26,7 +26,7 @@ __all__ = [
     "WeightedRewards",
 ]
 
-REWARD_KEYWORDS = ("batch_items", "prompts", "turn")
+REWARD_KEYWORDS = ("batch_items", "prompts", "turn", "num_tokens", "truncated")
 """Names that a reward function gets by keyword, if its signature has them."""
 
 RewardProcessor = Callable[[float], float]
@@ -208,11 +208,14 @@ class WeightedRewards(KnownKeywords):
         batch_items: Sequence[Mapping[str, Any]] | None = None,
         prompts: Sequence[Any] | None = None,
         turn: int | None = None,
+        num_tokens: Sequence[Sequence[int]] | None = None,
+        truncated: Sequence[Sequence[bool]] | None = None,
     ) -> Sequence[float | None]:
         """`[J]` weighted sums of the parts' rewards; a part gets the keywords that this call got."""
         if not self._functions:
             self.check(len(completions))
         given = {"batch_items": batch_items, "prompts": prompts, "turn": turn}
+        given |= {"num_tokens": num_tokens, "truncated": truncated}
         keywords = {name: value for name, value in given.items() if value is not None}
         place = Place(batch_items[0] if batch_items else {}, None, turn)
         num_joint = len(completions[0])

@@ -127,7 +127,8 @@ class TestRewardSignature:
             return [threshold]
 
         with pytest.raises(
-            ValueError, match=r"missing a required.* 'threshold'.*batch_items, prompts, turn are passed"
+            ValueError,
+            match=r"missing a required.* 'threshold'.*batch_items, prompts, turn, num_tokens, truncated are passed",
         ):
             RewardFunction(reward, 2)
 

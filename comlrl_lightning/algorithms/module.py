@@ -116,8 +116,8 @@ class CooperativeModule(DataclassModule):
     agent). Weights load in `configure_model`."""
     reward_func: Callable[..., Any] | None = field(default=None, kw_only=False)
     """``reward_func(*completions, batch_items=[item])`` gets one list of J texts per agent and returns J finite
-    rewards. Keywords ``batch_items``, ``prompts`` and ``turn`` are passed if its signature has them. None: that of
-    `task`."""
+    rewards. Keywords ``batch_items``, ``prompts``, ``turn``, ``num_tokens`` and ``truncated`` (`[N][J]` lists: sampled
+    tokens, whether the token limit ended a completion) are passed if its signature has them. None: that of `task`."""
     formatters: list[Callable[..., Any]] | Callable[..., Any] | None = field(default=None, kw_only=False)
     """None (prompts are ``item["prompt"]``), one function for all agents, or one per agent; each returns a text or chat
     messages."""

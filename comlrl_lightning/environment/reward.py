@@ -36,6 +36,10 @@ class RewardCall:
     """Turn, from 1."""
     item_index: int | None = None
     """Position of the item in its dataset, for messages."""
+    num_tokens: Sequence[Sequence[int]] = ()
+    """`[N][J]` sampled tokens of each completion; empty where nothing was sampled."""
+    truncated: Sequence[Sequence[bool]] = ()
+    """`[N][J]` True = the token limit ended it; empty where nothing was sampled."""
 
     @property
     def place(self) -> Place:
@@ -60,7 +64,7 @@ class RewardFunction:
 
     Args:
         func: Takes one list of completions per agent and, by keyword if its signature has them, `batch_items`,
-            `prompts` and `turn`; returns one finite number per joint completion.
+            `prompts`, `turn`, `num_tokens` and `truncated`; returns one finite number per joint completion.
         num_agents: N.
         processor: Maps each reward.
         per_agent: The function returns `num_agents` numbers per joint completion, one per agent.
@@ -131,6 +135,9 @@ class RewardFunction:
         keywords: dict[str, Any] = {"batch_items": [copied_item(call.item, place)], "turn": call.turn}
         if call.prompts is not None:
             keywords["prompts"] = deepcopy([*call.prompts])
+        if call.num_tokens:
+            keywords["num_tokens"] = [list(of_agent) for of_agent in call.num_tokens]
+            keywords["truncated"] = [list(of_agent) for of_agent in call.truncated]
         nobody: AbstractContextManager[list[PartSums]] = nullcontext([])
         with nobody if self._weighted is None else self._weighted.collected(self.none_as_nan) as parts:
             values = self._function(place, *(list(texts) for texts in call.completions), **keywords)

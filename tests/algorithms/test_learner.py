@@ -93,7 +93,7 @@ def make_learner(
 
 def loss(learner: GroupRelativeLearner, buffer: Sequence[CreditedNode], num_agents: int = 1) -> Tensor:
     """Loss of a buffer that is used in one optimizer step."""
-    prepared = learner.prepare(buffer, 2, stale=False)
+    prepared = learner.prepare(buffer, max(entry.node.turn for entry in buffer), stale=False)
     rows = [row for entry in prepared for row in entry.rows]
     return learner.loss(rows, UpdateStats(num_agents)) / len(prepared)
 

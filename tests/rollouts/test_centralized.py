@@ -129,6 +129,7 @@ class TestTurns:
                 trajectories=trajectories,
                 num_turns=3,
                 early_termination_threshold=3.5,
+                early_termination="group",
             )
             items = [ITEM, {"prompt": "q"}]
             result.append((collector.collect(items, [3, 8]), reward.calls, world.calls))

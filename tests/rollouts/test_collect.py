@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from comlrl_lightning.rewards import RewardProcessors
+from comlrl_lightning.rewards import RewardProcessors, WeightedRewards
 from comlrl_lightning.rollouts.collect import RolloutShape
 from comlrl_lightning.types import Node
 from tests.rollouts.fakes import KEY, SAMPLING, FakeTeam, Formatter, Recorder, World, make_collector
@@ -208,6 +208,30 @@ class TestOrderAndHistories:
         make_collector(team, formatters=formatters, passthrough=True, num_turns=2).collect([ITEM], [0])
         assert [request.prompt for request in team.calls[1]] == ["x", "y"] * 2
         assert len(formatters[0].calls) == 1
+
+
+@pytest.mark.parametrize("trajectories", [False, True])
+def test_rewards_may_ask_for_lengths(trajectories: bool) -> None:
+    def reward(first: list[str], second: list[str], num_tokens: Any, truncated: Any) -> list[float]:
+        asked.append((first, second, num_tokens, truncated))
+        return [0.0] * len(first)
+
+    asked: list[Any] = []
+    rollouts = make_collector(FakeTeam(2), reward, num_generations=3, trajectories=trajectories).collect([ITEM], [0])
+    ((first, second, num_tokens, truncated),) = asked
+    sampled = [node.joint_completion(index) for node in rollouts.nodes for index in range(len(node.joint))]
+    assert [(one.text, other.text) for one, other in sampled] == list(zip(first, second, strict=True))
+    assert num_tokens == [[len(joint[agent].token_ids) for joint in sampled] for agent in range(2)]
+    assert truncated == [[joint[agent].truncated for joint in sampled] for agent in range(2)]
+
+
+def test_parts_of_a_sum_may_ask_for_lengths_too() -> None:
+    def short(first: list[str], num_tokens: Any) -> list[float]:
+        return [-float(count) for count in num_tokens[0]]
+
+    collector = make_collector(FakeTeam(1), WeightedRewards({"short": short}), num_generations=2)
+    (node,) = collector.collect([ITEM], [0]).nodes
+    assert node.rewards == tuple(-float(len(one.token_ids)) for one in node.completions[0])
 
 
 class TestEarlyTermination:
