@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol
 
+import numpy as np
+
 from comlrl_lightning.environment.prompts import checked_prompt
 from comlrl_lightning.rewards import RewardProcessor
 from comlrl_lightning.types import Prompt
@@ -113,7 +115,7 @@ class Episode:
                 f"{self._step.label} returned {short(answer)} for {place}. Return a tuple (prompts, rewards, over)."
             )
         prompts, rewards, is_over = answer
-        if not isinstance(is_over, bool) and type(is_over).__name__ not in ("bool", "bool_"):
+        if not isinstance(is_over, bool | np.bool_):
             raise ValueError(f"{self._step.label} returned over={short(is_over)} for {place}. Return True or False.")
         row = self._processed(self._row(rewards, place), place)
         self.prompts = {} if is_over else self._checked_prompts(prompts, self._step.label, self._place(turn + 1))
