@@ -86,6 +86,7 @@ RECORDS = {
     "Sampled",
     "Task",
     "TaskWandbLogger",
+    "TextEnvironment",
 }
 """Public classes without settings, or with those of another library."""
 

@@ -261,7 +261,6 @@ class PolicyGradientModule(BufferedPolicyModule):
                 f"collaboration={self.collaboration!r} does not go with environment=, in which each agent acts by"
                 " itself. Leave one out."
             )
-        assert callable(self.environment)
         return Environments(
             self.environment, self.num_agents, per_agent=self.per_agent_rewards, processor=self.reward_processor
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol
@@ -181,7 +181,7 @@ class Environments:
 
     def __init__(
         self,
-        factory: Callable[[], TextEnvironment],
+        factory: Any,
         num_agents: int,
         *,
         per_agent: bool = False,
