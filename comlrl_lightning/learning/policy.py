@@ -348,7 +348,8 @@ class Learner(ABC):
         """Roots times turns per node of the buffers of all ranks: the mean weight where no branch ends early.
 
         A mini-batch takes the mean over its nodes of ``weight / mean_weight * loss``: over a whole buffer the sum of
-        ``weight * loss``, divided by roots times turns (`node_weights` has the reason).
+        ``weight * loss``, divided by roots times turns (`node_weights` has the reason). Each of several mini-batches is
+        an estimate of that sum, but early stops change their number, and with it the size of the update as a whole.
         """
         num_roots = sum(entry.node.parent is None for entry in buffer)
         roots, count = all_reduce_sum(torch.tensor([num_roots, len(buffer)], dtype=torch.float64)).tolist()

@@ -53,7 +53,7 @@ def lone_argument(first: list[str]) -> list[float]:
         ({"early_termination_threshold": float("nan")}, r"early_termination_threshold=nan .* Use a finite number"),
         ({"discount": "all"}, r"discount='all' is out of range"),
         ({"num_turns": 0}, r"num_turns=0 is out of range"),
-        ({"joint_mode": "paired"}, r"joint_mode='paired' is unknown. Use 'aligned' or 'cross'"),
+        ({"joint_mode": "paired"}, r"joint_mode='paired' is unknown. Use one of 'aligned', 'cross'"),
         ({"discount": 1.5}, r"discount=1.5 is out of range. Use a number from 0 to 1"),
         ({"discount": -0.1}, r"discount=-0.1 is out of range"),
         ({"max_nodes": 0}, r"max_nodes=0 is out of range"),

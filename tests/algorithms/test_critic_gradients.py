@@ -137,6 +137,8 @@ def expected_loss(plain: Speakers, rollouts: Rollouts) -> Tensor:
     """`[]` sum of the losses of all agents and critics; each reaches its own parameters alone, but a shared head's."""
     total = torch.zeros((), dtype=torch.float64)
     shared = plain.critic_adapters[0] == "agent_0"
+    num_roots = sum(node.turn == 1 for node in rollouts.nodes)
+    num_turns = max(node.turn for node in rollouts.nodes)
     for agent in range(2):
         critic = 0 if plain.joint else agent
         with torch.no_grad():
@@ -147,7 +149,7 @@ def expected_loss(plain: Speakers, rollouts: Rollouts) -> Tensor:
         for node in rollouts.nodes:
             log_probs, _ = speaker.scores(node.completions[agent][0], 1.0)
             mean = log_probs.sum() / MAX_NEW_TOKENS
-            total = total - normalized(rollouts, node, advantages) * mean / len(rollouts.nodes)
+            total = total - normalized(rollouts, node, advantages) * mean / (num_roots * num_turns)
             if plain.joint and agent:
                 continue
             error = plain.value(node.joint_completion(0), critic) - credited[node][1]

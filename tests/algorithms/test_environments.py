@@ -225,11 +225,12 @@ class TestCredit:
     def test_gradients(self, algorithm: Any) -> None:
         """One backward pass per act; one agent acts rarely."""
         settings: dict[str, Any] = {"optimizer": RecordingSGD, "max_grad_norm": None, "discount": 0.9}
+        settings["loss_aggregation"] = "sum"
         module = trained_a_little(module_of(algorithm, advantage_normalization=False, **settings))
         expected = plays(module)
         trainer = fit(module, ITEMS[:2], 2)
         recorded = trainer.optimizers[0].recorded[0]  # type: ignore[attr-defined]
-        num_nodes = sum(len(one.rewards) for of_item in expected for one in of_item)
+        divisor = 2 * 3 * NUM_TURNS  # two items, three episodes, whatever their length
         fresh = trained_a_little(module_of(algorithm, advantage_normalization=False, **settings))
         for agent in range(NUM_AGENTS):
             named = fresh.team.agent_parameters(agent)
@@ -242,7 +243,7 @@ class TestCredit:
                         group = [other.to_go(act.turn, 0.9) for other in of_item]
                         advantage = centered(group, "mean" if algorithm is MAGRPO else "others")[sample]
                         scores = fresh.team.log_probs([act.completion], temperature=1.0)
-                        loss = -advantage * scores.log_probs.sum() / num_nodes
+                        loss = -advantage * scores.log_probs.sum() / divisor
                         gradients = torch.autograd.grad(loss, list(named.values()))
                         total = [old + new for old, new in zip(total, gradients, strict=True)]
             assert max(float(one.abs().max()) for one in total) > 1e-4

@@ -347,7 +347,7 @@ class TestNonfiniteLoss:
     def _endless(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for where, name in ((preference_learner, "joint_preference_loss"), (reward_learner, "bradley_terry_loss")):
             loss = vars(where)[name]
-            monkeypatch.setattr(where, name, lambda *args, loss=loss: loss(*args) + float("inf"))
+            monkeypatch.setattr(where, name, lambda *args, loss=loss, **how: loss(*args, **how) + float("inf"))
 
     @pytest.mark.parametrize(("make", "name"), [(direct, "the pairs"), (indirect, "reward_model")])
     def test_it_stops_the_run(self, make: Callable[..., PreferenceModule], name: str) -> None:
