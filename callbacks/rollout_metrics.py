@@ -13,7 +13,7 @@ from typing_extensions import override
 from comlrl_lightning.callbacks.support import as_numbers, check_names, log_evaluation, rollout_source
 from comlrl_lightning.keywords import KnownKeywords
 from comlrl_lightning.metrics import evaluation_keys, training_keys
-from comlrl_lightning.types import Completion, Node, Prompt, Rollouts, merge_rollouts
+from comlrl_lightning.types import Node, Prompt, Rollouts, merge_rollouts
 from comlrl_lightning.utilities.calls import UserFunction
 from comlrl_lightning.utilities.distributed import gather_objects
 
@@ -122,17 +122,9 @@ def rollout_records(rollouts: Rollouts, nodes: Sequence[Node] | None = None) -> 
         )
         for node in (rollouts.nodes if nodes is None else nodes)
         for index, reward in enumerate(node.rewards)
-        for agent, (answer, completion) in enumerate(zip(node.answers(index), _completions(node, index), strict=True))
+        for agent, (answer, completion) in enumerate(zip(node.answers(index), node.sources(index), strict=True))
         if completion is not None
     ]
-
-
-def _completions(node: Node, index: int) -> list[Completion | None]:
-    """`[N]` the sampled completion behind each agent's answer: the only one of a model that answers for all."""
-    chosen = node.joint[index]
-    if node.sections is not None:
-        return [node.completions[0][chosen[0]]] * len(node.prompts)
-    return [group[k] if group else None for group, k in zip(node.completions, chosen, strict=True)]
 
 
 def means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -86,6 +86,16 @@ class Node:
         """The completions that form joint completion `index`: one per acting agent, or that of one model for all."""
         return tuple(group[k] for group, k in zip(self.completions, self.joint[index], strict=True) if group)
 
+    def sources(self, index: int) -> list[Completion | None]:
+        """`[N]` the completion behind each agent's answer: the only one of a model that answers for all.
+
+        None for agents that do not act.
+        """
+        chosen = self.joint[index]
+        if self.sections is not None:
+            return [self.completions[0][chosen[0]]] * len(self.prompts)
+        return [group[k] if group else None for group, k in zip(self.completions, chosen, strict=True)]
+
     def acts(self, agent: int) -> bool:
         """Whether an agent answers at this node."""
         return self.sections is not None or bool(self.completions[agent])
@@ -131,6 +141,11 @@ class Rollouts:
     """Episodes that ``num_turns`` ended; None where there is no environment."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Mean of each part of `WeightedRewards` over all joint completions; empty for other rewards."""
+
+    @property
+    def are_episodes(self) -> bool:
+        """Whether an environment gave prompts and rewards."""
+        return self.num_unfinished is not None
 
     @property
     def num_scored(self) -> int:

@@ -23,6 +23,7 @@ from comlrl_lightning.agents.settings import Separate, SharedBase
 from comlrl_lightning.agents.team import AgentTeam
 from comlrl_lightning.algorithms.position import align_loops, check_epoch, position_in
 from comlrl_lightning.metrics import MetricTable
+from comlrl_lightning.rollouts.collect import RolloutShape
 from comlrl_lightning.rollouts.credit import CreditedNode
 from comlrl_lightning.utilities.distributed import gather_objects, rank, world_size
 from comlrl_lightning.utilities.plain import is_remark, to_plain, with_current_paths
@@ -86,6 +87,7 @@ class ResumableModule(Protocol):
     update_step: int
     last_log: tuple[int, int]
     buffer: list[CreditedNode]
+    shape: RolloutShape
     step_start: StepStart | None
 
     @property
@@ -245,9 +247,9 @@ def load_run(module: ResumableModule, checkpoint: Mapping[str, Any], *, fitting:
         saved = with_current_paths(
             {"algorithm": state["algorithm"], **state["settings"], **_fixed(state["optimization"])}
         )
-        if saved.get("early_termination_threshold") is None:
-            saved.setdefault("early_termination", current.get("early_termination"))
-        saved.setdefault("early_termination", "group")
+        # Older trees stopped by the mean of a group; where none stops, the rule says nothing.
+        stops = saved.get("early_termination_threshold") is not None and not module.shape.trajectories
+        saved.setdefault("early_termination", "group" if stops else current.get("early_termination"))
         check_settings(with_newer_settings(saved, current), current)
         if module.trainer.strategy.lightning_restore_optimizer and "optimizer_states" not in checkpoint:
             raise ValueError(

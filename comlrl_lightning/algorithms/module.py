@@ -339,14 +339,14 @@ class CooperativeModule(DataclassModule):
     def training_metric_keys(self) -> list[str]:
         """All metrics that training may log."""
         keys = training_keys(self.num_turns, self.team_size, self.penalizes_kl, self.functions.part_names)
-        return [*keys, *self._section_keys()]
+        return [*keys, *self._other_keys()]
 
     def evaluation_metric_keys(self) -> list[str]:
         """All metrics that an evaluation may log, without the prefix ``eval/``."""
         keys = evaluation_keys(self.num_turns, self.penalizes_kl, self.functions.part_names)
-        return [*keys, *self._section_keys()]
+        return [*keys, *self._other_keys()]
 
-    def _section_keys(self) -> list[str]:
+    def _other_keys(self) -> list[str]:
         if isinstance(self.functions, Environments):
             return list(EPISODE_METRICS)
         return [] if self.functions.joint_format is None else [UNPARSED]

@@ -235,19 +235,38 @@ class PolicyGradientModule(BufferedPolicyModule):
         check_flag(
             external_prompt_passthrough=self.external_prompt_passthrough, per_agent_rewards=self.per_agent_rewards
         )
-        if self.environment is not None and self.early_termination_threshold is not None:
-            raise ValueError(
-                f"early_termination_threshold={self.early_termination_threshold} does not go with environment=, which"
-                " says itself when an episode is over. Leave it out."
-            )
+        if self.environment is not None:
+            self._check_beside_environment()
+
+    def _check_beside_environment(self) -> None:
+        """Refuse settings of functions and turns that an environment has no use for."""
+        unused = {
+            "collaboration": (self.collaboration, "decentralized"),
+            "early_termination_threshold": (self.early_termination_threshold, None),
+            "external_prompt_passthrough": (self.external_prompt_passthrough, False),
+            "reward_none": (self.reward_none, "error"),
+            "reward_workers": (self.reward_workers, 0),
+            "reward_timeout_seconds": (self.reward_timeout_seconds, None),
+        }
+        for name, (value, default) in unused.items():
+            if value != default:
+                raise ValueError(
+                    f"{name}={value!r} does not go with environment=: each agent acts by itself, and the environment"
+                    " gives rewards and ends. Leave one out."
+                )
 
     @override
     def check_reward(self) -> None:
         if self.environment is None:
             super().check_reward()
             return
-        for name in ("reward_func", "formatters", "external_transition"):
-            if getattr(self, name) is not None:
+        functions = {
+            "reward_func": self.reward_func,
+            "formatters": self.formatters,
+            "external_transition": self.external_transition,
+        }
+        for name, function in functions.items():
+            if function is not None:
                 raise ValueError(
                     f"{name}= does not go with environment=, which gives prompts and rewards. Leave it out."
                 )
@@ -256,11 +275,6 @@ class PolicyGradientModule(BufferedPolicyModule):
     def make_functions(self) -> TaskFunctions | Environments:
         if self.environment is None:
             return self.make_task_functions()
-        if self.collaboration != "decentralized":
-            raise ValueError(
-                f"collaboration={self.collaboration!r} does not go with environment=, in which each agent acts by"
-                " itself. Leave one out."
-            )
         return Environments(
             self.environment, self.num_agents, per_agent=self.per_agent_rewards, processor=self.reward_processor
         )

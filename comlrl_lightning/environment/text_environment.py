@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,10 +18,12 @@ from comlrl_lightning.utilities.calls import (
     copied_item,
     finite_float,
     qualified_name,
+    readable_signature,
     short,
 )
 
 
+@runtime_checkable
 class TextEnvironment(Protocol):
     """One episode of a task: PettingZoo's parallel form with texts. Agents are numbered from 0.
 
@@ -81,12 +82,11 @@ class Episode:
 
     def __init__(self, environment: Any, settings: Environments, item: Mapping[str, Any], index: int) -> None:
         self._settings, self._item, self._index = settings, item, index
-        for name in ("reset", "step"):
-            if not callable(getattr(environment, name, None)):
-                raise ValueError(
-                    f"{settings.label} made {short(environment)}, which has no method {name}. Give a class with"
-                    " reset(item, seed) and step(completions), see TextEnvironment."
-                )
+        if not isinstance(environment, TextEnvironment):
+            raise ValueError(
+                f"{settings.label} made {short(environment)}, which lacks reset or step. Give a class with"
+                " reset(item, seed) and step(completions), see TextEnvironment."
+            )
         self._reset = UserFunction(environment.reset, settings.label + ".reset", 2, (), "a task item and a seed")
         self._step = UserFunction(environment.step, settings.label + ".step", 1, (), "completions by agent")
         self.prompts: dict[int, Prompt] = {}
@@ -193,8 +193,10 @@ class Environments:
                 " every episode has one of its own."
             )
         self.label = f"environment={qualified_name(factory)}"
+        signature = readable_signature(factory)
         try:
-            inspect.signature(factory).bind()
+            if signature is not None:
+                signature.bind()
         except TypeError as error:
             raise ValueError(
                 f"{self.label} cannot be called without arguments: {error}. Bind them with functools.partial."

@@ -418,7 +418,7 @@ class GroupRelativeLearner(Learner):
     @override
     def credit(self, rollouts: Rollouts, discount: float) -> list[CreditedNode]:
         credited = super().credit(rollouts, discount)
-        return with_peers(credited, discount) if rollouts.num_unfinished is not None else credited
+        return with_peers(credited, discount) if rollouts.are_episodes else credited
 
     @override
     def advantages(

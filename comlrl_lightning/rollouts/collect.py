@@ -299,17 +299,16 @@ class Collector:
         per_agent = [[text for part in parts for text in part] for parts in zip(*map(texts, nodes), strict=True)]
         # The trajectories of a task part after the first turn: they have no prompts in common.
         prompts = None if self.shape.trajectories and first.turn > 1 else first.prompts
-        # Of a model that answers for all there is one completion, which each of the answers comes from.
-        sampled = [node.joint_completion(index) for node in nodes for index in range(len(node.joint))]
-        behind = [one * self.num_roles if len(one) < self.num_roles else one for one in sampled]
+        sampled = [node.sources(index) for node in nodes for index in range(len(node.joint))]
+        by_agent = [[one for one in of_agent if one is not None] for of_agent in zip(*sampled, strict=True)]
         return RewardCall(
             per_agent,
             self._items[first.task],
             prompts,
             first.turn,
             self._indices[first.task],
-            [[len(one.token_ids) for one in of_agent] for of_agent in zip(*behind, strict=True)],
-            [[one.truncated for one in of_agent] for of_agent in zip(*behind, strict=True)],
+            [[len(one.token_ids) for one in of_agent] for of_agent in by_agent],
+            [[one.truncated for one in of_agent] for of_agent in by_agent],
         )
 
     def _children(self, branch: _Branch, node: Node, position: int) -> Iterator[_Branch]:

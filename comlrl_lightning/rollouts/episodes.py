@@ -32,33 +32,22 @@ class _Running:
     parent: tuple[int, int] | None = None
 
 
+@dataclass(frozen=True)
 class EpisodeCollector:
-    """Plays episodes of task items with a team.
+    """Plays episodes of task items with a team."""
 
-    Args:
-        team: Samples the completions.
-        environments: Makes the environments.
-        shape: K episodes per item of at most T steps.
-        sampling: How completions are sampled.
-        key: Integers that, with item, episode, step and agent, seed each completion; with the item, the environments.
-        progress: Called while completions are sampled.
-    """
-
-    def __init__(
-        self,
-        team: Sampler,
-        environments: Environments,
-        shape: RolloutShape,
-        sampling: Sampling,
-        key: tuple[int, ...],
-        progress: TurnProgress | None = None,
-    ) -> None:
-        self.team = team
-        self.environments = environments
-        self.shape = shape
-        self.sampling = sampling
-        self.key = key
-        self.progress = progress
+    team: Sampler
+    """Source of the completions."""
+    environments: Environments
+    """Makes the environments."""
+    shape: RolloutShape
+    """K episodes per item of at most T steps."""
+    sampling: Sampling
+    """How completions are sampled."""
+    key: tuple[int, ...]
+    """Integers that, with item, episode, step and agent, seed each completion; with the item, the environments."""
+    progress: TurnProgress | None = None
+    """Called while completions are sampled."""
 
     def collect(self, items: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> Rollouts:
         """Play K episodes of each item together, step by step.

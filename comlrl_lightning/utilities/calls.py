@@ -101,7 +101,7 @@ class UserFunction:
         self.keywords = self._read(num_positional, keywords, passes)
 
     def _read(self, num_positional: int, keywords: Sequence[str], passes: str) -> frozenset[str]:
-        signature = _signature(self.func)
+        signature = readable_signature(self.func)
         if signature is None:
             unread = frozenset(keywords if num_positional == 0 else ())
             called = f"with {passes} and {'all' if unread else 'no'} keywords"
@@ -322,7 +322,8 @@ def _is_list(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
     return isinstance(value, list | tuple)
 
 
-def _signature(func: Callable[..., Any]) -> inspect.Signature | None:
+def readable_signature(func: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of a callable; None of one that Python cannot read, as of compiled code."""
     torch = sys.modules.get("torch")  # a module of torch can only be here if torch is
     if torch is not None and isinstance(func, torch.nn.Module) and type(func).__call__ is torch.nn.Module.__call__:
         func = func.forward  # `Module.__call__` takes anything, what it calls does not

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -160,7 +159,6 @@ def test_a_loss_of_another_shape_is_named(algorithm: type[MAGRPO], found: str) -
 
 
 def test_a_loss_without_a_gradient_warns() -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     with pytest.warns(UserWarning, match="losses without a gradient, which teach nothing"):
         fit(make_module(Detached), ITEMS[:1], 1)
 

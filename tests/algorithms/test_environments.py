@@ -427,6 +427,9 @@ class TestMistakes:
             ({"early_termination_threshold": 0.5}, r"early_termination_threshold=0.5 does not go with environment="),
             ({"joint_mode": "cross"}, r"MAGRPO\(joint_mode='cross'\) combines completions of the same prompts"),
             ({"collaboration": "centralized"}, r"collaboration='centralized' does not go with environment="),
+            ({"reward_none": "skip"}, r"reward_none='skip' does not go with environment="),
+            ({"reward_workers": 2}, r"reward_workers=2 does not go with environment="),
+            ({"external_prompt_passthrough": True}, r"external_prompt_passthrough=True does not go with environment="),
         ],
     )
     def test_settings(self, settings: dict[str, Any], message: str) -> None:
@@ -456,6 +459,10 @@ class TestMistakes:
             monkeypatch.setattr(Returns, "answer", answer)
         with pytest.raises(ValueError, match=message):
             fit(module_of(MAGRPO, Returns), ITEMS[:1], 1)
+
+    def test_a_method_that_is_missing_is_named(self) -> None:
+        with pytest.raises(ValueError, match=r"environment=builtins.dict made \{\}, which lacks reset or step"):
+            fit(module_of(MAGRPO, dict), ITEMS[:1], 1)
 
     def test_numpy_is_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Returns, "first", {np.int64(0): "p"})

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from comlrl_lightning.agents.settings import LoraSettings, SharedBase
-from comlrl_lightning.algorithms import MAGRPO, MARLOO, POLICY_GRADIENT_ALGORITHMS, CooperativeModule
+from comlrl_lightning.algorithms import IAC, MAGRPO, MARLOO, POLICY_GRADIENT_ALGORITHMS, CooperativeModule
 from comlrl_lightning.algorithms.checkpoint import check_settings
 from comlrl_lightning.callbacks import BatchCheckpoint
 from comlrl_lightning.data.datamodule import TaskDataModule
@@ -221,6 +221,27 @@ class TestCheckpoint:
     def test_another_run_is_refused(self, path: Path, settings: dict[str, Any], name: str) -> None:
         with pytest.raises(ValueError, match=name):
             self.resume(make_module(MAGRPO, **settings), path)
+
+    @pytest.mark.parametrize(
+        ("algorithm", "threshold", "goes_on"), [(MAGRPO, None, True), (IAC, 1.5, True), (MAGRPO, 1.5, False)]
+    )
+    def test_stops_of_older_checkpoints(
+        self, algorithm: type[CooperativeModule], threshold: float | None, goes_on: bool, tmp_path: Path
+    ) -> None:
+        # They knew no other rule than that of the group, which is about trees that stop.
+        settings: dict[str, Any] = {"num_turns": 2, "early_termination_threshold": threshold}
+        trainer = fit(make_module(algorithm, **settings), ITEMS[:1], 1)
+        trainer.save_checkpoint(tmp_path / "run.ckpt")
+        checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=True)
+        del checkpoint["comlrl_lightning"]["settings"]["early_termination"]
+        torch.save(checkpoint, tmp_path / "older.ckpt")
+        if not goes_on:
+            with pytest.raises(ValueError, match=r"early_termination='completion' differs from .*='group'"):
+                self.resume(make_module(algorithm, **settings), tmp_path / "older.ckpt")
+            settings["early_termination"] = "group"
+        module = make_module(algorithm, **settings)
+        self.resume(module, tmp_path / "older.ckpt")
+        assert module.update_step > trainer.global_step > 0
 
     def test_functions_of_a_script_are_the_same_when_it_is_imported(self) -> None:
         check_settings({"f": "__main__.reward", "g": ["a.b"]}, {"f": "scripts.train.reward", "g": ["a.b"]})

@@ -337,6 +337,22 @@ class TestNonfinite:
         assert trainer.callback_metrics["nonfinite_updates"] == 1.0
 
 
+def test_a_tree_credits_each_agent_with_its_own_rewards() -> None:
+    def reward(first: list[str], second: list[str]) -> list[list[float]]:
+        return [[float(k), -3.0 * k] for k in range(len(first))]
+
+    module = make_module(
+        MAGRPO, reward_func=reward, per_agent_rewards=True, advantage_normalization=False, num_generations=3
+    )
+    fit(module, ITEMS[:1], 1)
+    assert module.rollouts is not None
+    buffer = module.learner.credit(module.rollouts, 1.0)
+    assert buffer[0].returns == ((0.0, 1.0, 2.0), (0.0, -3.0, -6.0))
+    # Minus the means 1 and -3 of the groups.
+    (values,) = module.learner.advantages(buffer, 1, None)
+    assert [one.tolist() for one in values] == [[-1.0, 0.0, 1.0], [3.0, 0.0, -3.0]]
+
+
 def test_a_rewarded_stop_warns_once() -> None:
     module = make_module(
         MAGRPO,
